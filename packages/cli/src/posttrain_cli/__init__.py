@@ -1,0 +1,1 @@
+"""Command lines and YAML files to dataclass configs, strictly, without importing torch."""

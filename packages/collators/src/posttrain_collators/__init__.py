@@ -1,0 +1,1 @@
+"""Tokenised rows to tensor batches of few shapes: padding, packing, shape plans."""

@@ -1,0 +1,1 @@
+"""Chat data to token ids and loss masks, for any chat template."""

@@ -1,0 +1,1 @@
+"""What differs between CPU, CUDA, AWS Trainium and other accelerators, stated once."""

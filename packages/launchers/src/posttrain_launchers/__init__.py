@@ -1,0 +1,1 @@
+"""From one command line to one process an accelerator."""

@@ -1,0 +1,1 @@
+"""Losses for post-training language models, as functions of tensors, and the logit-free head."""
