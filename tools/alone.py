@@ -1,0 +1,77 @@
+"""Install every member alone, in a fresh environment, and run its tests from another directory.
+
+    uv run python tools/alone.py [MEMBER ...] [--lowest] [--python 3.13]
+
+Only the member, the siblings that it declares, and its `test` group are installed, so an undeclared import fails here.
+`--lowest` takes the oldest version of each direct requirement. Without `--lowest`, extras stay out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from workspace import Member, outer_environment, select, uv
+
+INI = """[pytest]
+addopts = --import-mode=importlib --strict-markers -m "not slow" -p no:cacheprovider
+markers =
+    slow
+    cuda
+    neuron
+"""
+
+
+def check(member: Member, scratch: Path, options: argparse.Namespace) -> str | None:
+    """Install and test one member in `scratch`; return what went wrong, None when all is well."""
+    python = scratch / "venv" / "bin" / "python"
+    elsewhere = scratch / "elsewhere"
+    # A copy, so that neither the workspace's configuration nor its conftest.py takes part.
+    shutil.copytree(member.folder / "tests", elsewhere / "tests")
+    (elsewhere / "pytest.ini").write_text(INI)
+    resolution = ["--resolution", "lowest-direct"] if options.lowest else []
+    # A wheel, not an editable install: what users get is what is tested.
+    install = [uv(), "pip", "install", "--quiet", "--python", str(python), *resolution, str(member.folder)]
+    steps = {
+        "environment": [uv(), "venv", "--quiet", "--no-project", "--python", options.python, str(scratch / "venv")],
+        "install": install,
+        "import": [str(python), "-c", f"import {member.module} as m; [getattr(m, name) for name in m.__all__]"],
+        "test group": [*install, "--group", f"{member.folder / 'pyproject.toml'}:test"],
+        "tests": [str(python), "-m", "pytest", "-q", "-x", "tests"],
+    }
+    environment = {**outer_environment(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    for name, command in steps.items():
+        done = subprocess.run(command, cwd=elsewhere, env=environment, text=True, **streams)
+        if done.returncode:
+            return f"{name}: {' '.join(command)}\n{done.stdout[-6000:]}"
+    return None
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("members", nargs="*", metavar="MEMBER", help="losses, or posttrain-losses; all by default")
+    parser.add_argument("--lowest", action="store_true", help="install the oldest direct requirements")
+    parser.add_argument("--python", default=sys.executable, metavar="PYTHON", help="Python to use, such as 3.13")
+    options = parser.parse_args()
+    failed = []
+    for member in select(options.members):
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory(prefix=f"alone-{member.folder.name}-") as scratch:
+            wrong = check(member, Path(scratch), options)
+        print(f"{'FAILED' if wrong else 'ok':<8}{member.name:<24}{time.monotonic() - start:6.1f} s", flush=True)
+        if wrong:
+            print(wrong, flush=True)
+            failed.append(member.name)
+    if failed:
+        raise SystemExit(f"alone: failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

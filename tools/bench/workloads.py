@@ -1,0 +1,81 @@
+"""What the side-by-side benchmarks train: one entry a method, the same rows and settings for both libraries.
+
+Standard library only: the parent process that reads this must stay small, because a child's peak memory starts from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+WORDS = (
+    "the a of to and in is that it was for on are as with his they at be this have from or one had by word but "
+    "not what all were we when your can said there use an each which she do how their if will up other about out "
+    "many then them these so some her would make like him into time has look two more write go see number no way "
+    "could people my than first water been call who oil its now find long down day did get come made may part"
+).split()
+
+
+def lengths(count: int, median: int = 160, sigma: float = 0.8, high: int = 768, seed: int = 0) -> list[int]:
+    """Ragged, log-normal lengths in words, as real data has them."""
+    draw = random.Random(seed)
+    return [int(min(high, max(16, draw.lognormvariate(math.log(median), sigma)))) for _ in range(count)]
+
+
+def text(words: int, seed: int) -> str:
+    """That many common words; a word is about a token."""
+    draw = random.Random(seed)
+    return " ".join(draw.choice(WORDS) for _ in range(words))
+
+
+def sft_rows() -> list[dict]:
+    """64 plain texts."""
+    return [{"text": text(length, seed)} for seed, length in enumerate(lengths(64))]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One method's benchmark.
+
+    Attributes:
+        trainer: Name of the trainer in both libraries; its config is the same name with `Config`.
+        rows: Makes the rows of the data set.
+        batch: Rows an optimiser step.
+        settings: Config values that differ from the defaults, on both sides.
+        operations: Operations a matmul parameter and token: 2 a forward, 4 a backward.
+        arguments: Further trainer arguments, made in the child from `(library, load_model)`.
+        best: What the rival sets beyond its defaults on a GPU, where it runs at its best.
+    """
+
+    trainer: str
+    rows: Callable[[], list[dict]]
+    batch: int
+    settings: dict = field(default_factory=dict)
+    operations: int = 6
+    arguments: Callable[[str, Callable], dict] = lambda library, load_model: {}
+    best: dict = field(default_factory=dict)
+
+    @property
+    def config(self) -> str:
+        """Name of the config class in both libraries."""
+        return self.trainer.replace("Trainer", "Config")
+
+
+WORKLOADS = {
+    "sft": Workload("SFTTrainer", sft_rows, batch=8, settings={"max_length": 768}, best={"packing": True}),
+}
+
+
+def read_rows(method: str, path: str | None) -> list[dict]:
+    """The rows of the JSONL file `path`, or the method's own."""
+    if path is None:
+        return WORKLOADS[method].rows()
+    with Path(path).open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines if line.strip()]
+    if not rows:
+        raise SystemExit(f"BENCH_ROWS={path} holds no rows")
+    return rows
