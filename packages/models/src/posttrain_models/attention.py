@@ -1,0 +1,210 @@
+"""Attention that honours sequence boundaries with SDPA on any device.
+
+Registered in transformers under the name `"posttrain"`. A packed call carries `cu_seq_lens_q` (the cumulative lengths
+that FlashAttention calls `cu_seqlens`); every sequence attends to itself alone, and no N x N mask exists. Any other call
+(padded training, `generate`) runs transformers' own SDPA attention. Soft-caps and attention sinks, which SDPA does not
+know, are computed explicitly in float32.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    _VARLEN = {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+except ImportError:
+    _VARLEN = False
+
+NAME = "posttrain"
+# Rows of a score matrix that are materialised at once where SDPA's causal kernel cannot be used.
+BLOCK = 512
+
+
+class BoundaryError(ValueError):
+    """A packed call reached attention without its sequence boundaries."""
+
+
+@dataclass
+class _Packed:
+    """A plain object, not a context variable, because `torch.compile` cannot read those."""
+
+    active: bool = False
+    calls: int = 0
+    windowed: int = 0
+
+
+PACKED = _Packed()
+
+
+@contextmanager
+def packed_call() -> Iterator[_Packed]:
+    """Marks the model call inside as packed: attention then refuses to run without boundaries."""
+    PACKED.active, PACKED.calls, PACKED.windowed = True, 0, 0
+    try:
+        yield PACKED
+    finally:
+        PACKED.active = False
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What one attention layer does besides causality."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout: float
+
+    @property
+    def explicit(self) -> bool:
+        return self.softcap is not None or self.sinks is not None
+
+
+def posttrain_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of `query (B, heads, T, D)` to `key`, `value (B, kv_heads, S, D)`; returns `(B, T, heads, D)`."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = _Rule(scale, sliding_window, softcap, s_aux, dropout)
+    if cu_seq_lens_q is not None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        if not causal or attention_mask is not None or kwargs.get("position_bias") is not None:
+            raise BoundaryError(f"{type(module).__name__} is not plain causal attention, so it cannot run packed")
+        if PACKED.active:
+            PACKED.calls += 1
+            PACKED.windowed += sliding_window is not None
+        if _varlen_fits(query, value, rule):
+            return _varlen(query, key, value, cu_seq_lens_q, max_length_q, rule), None
+        return _by_sequence(query, key, value, cu_seq_lens_q, rule), None
+    if PACKED.active:
+        raise BoundaryError(f"{type(module).__name__} did not receive the sequence boundaries of a packed batch")
+    if rule.explicit:
+        return _explicit_padded(query, key, value, attention_mask, rule).transpose(1, 2).contiguous(), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    )
+
+
+def posttrain_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """No mask for a packed call, whose boundaries are passed beside it; SDPA's mask otherwise."""
+    return None if PACKED.active else sdpa_mask(*args, **kwargs)
+
+
+def _varlen_fits(query: Tensor, value: Tensor, rule: _Rule) -> bool:
+    return (
+        _VARLEN
+        and query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] == value.shape[-1] <= 256
+        and query.shape[-1] % 8 == 0
+        and not rule.explicit
+        and rule.dropout == 0.0
+    )
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int | None, rule: _Rule) -> Tensor:
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    longest = query.shape[0] if longest is None else longest
+    window = (-1 if rule.window is None else rule.window - 1, 0)
+    out = varlen_attn(
+        query, key, value, bounds, bounds, longest, longest,
+        scale=rule.scale, window_size=window, enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return out.unsqueeze(0)
+
+
+@torch.compiler.disable
+def _by_sequence(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, rule: _Rule) -> Tensor:
+    # One split, whose backward is one concatenation: slicing would write a zero-filled gradient for every sequence.
+    lengths = getattr(bounds, "lengths", None) or bounds.diff().tolist()
+    if rule.explicit or key.shape[1] != query.shape[1]:
+        key, value = _repeat(key, query.shape[1]), _repeat(value, query.shape[1])
+    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    return torch.cat([_one_sequence(q, k, v, rule).transpose(1, 2) for q, k, v in parts], 1)
+
+
+def _one_sequence(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
+    length = query.shape[2]
+    banded = rule.window is not None and length > rule.window
+    if not rule.explicit and not banded:
+        return F.scaled_dot_product_attention(
+            query, key, value, dropout_p=rule.dropout, scale=rule.scale, is_causal=True
+        )
+    blocks = []
+    for start in range(0, length, BLOCK):
+        stop = min(start + BLOCK, length)
+        first = max(0, start - rule.window + 1) if rule.window is not None else 0
+        at = torch.arange(start, stop, device=query.device)[:, None] - torch.arange(first, stop, device=query.device)
+        mask = at >= 0 if rule.window is None else (at >= 0) & (at < rule.window)
+        q, k, v = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        if rule.explicit:
+            blocks.append(_explicit(q, k, v, mask, rule))
+        else:
+            blocks.append(
+                F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rule.dropout, scale=rule.scale)
+            )
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
+
+
+def _explicit_padded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: _Rule) -> Tensor:
+    key, value = _repeat(key, query.shape[1]), _repeat(value, query.shape[1])
+    length = query.shape[2]
+    if mask is None and length > 1:
+        # As SDPA's causal flag: the first `length` keys, aligned at the upper left.
+        key, value = key[:, :, :length], value[:, :, :length]
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    return _explicit(query, key, value, mask, rule)
+
+
+def _explicit(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: _Rule) -> Tensor:
+    scores = (query @ key.transpose(2, 3)).float() * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if mask is not None:
+        low = torch.finfo(torch.float32).min
+        scores = scores.masked_fill(~mask, low) if mask.dtype == torch.bool else scores + mask.float()
+    if rule.sinks is None:
+        probs = scores.softmax(-1)
+    else:
+        sinks = rule.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        probs = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    probs = F.dropout(probs, rule.dropout) if rule.dropout else probs
+    return probs.to(value.dtype) @ value
+
+
+def _repeat(states: Tensor, heads: int) -> Tensor:
+    batch, kv_heads, length, dim = states.shape
+    if kv_heads == heads:
+        return states
+    return states[:, :, None].expand(batch, kv_heads, heads // kv_heads, length, dim).reshape(batch, heads, length, dim)
+
+
+AttentionInterface.register(NAME, posttrain_attention)
+AttentionMaskInterface.register(NAME, posttrain_mask)

@@ -1,0 +1,206 @@
+"""The LM head that answers with log-probabilities instead of logits.
+
+The head stays the module it was, called by the model's own forward, so that the hooks of DDP, FSDP2, PEFT and
+`torch.compile` see nothing unusual. While a request is set on it, it computes the fused head of `posttrain_losses` on
+the positions asked for and returns an `Answer` where logits would be. What a model does to logits after the head
+(a scale, a soft-cap) is recorded by the `Answer` and compared with what the fused head was told to apply.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from posttrain_losses import TokenScores, token_scores, weighted_logp_sum
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class HeadError(Exception):
+    """The fused head cannot serve this model; the message says why."""
+
+
+class Answer(NamedTuple):
+    """Scores in the place of logits. A NamedTuple, so that wrappers that traverse outputs find its tensors."""
+
+    logps: Tensor
+    entropy: Tensor | None
+    top1: Tensor
+    total: Tensor | None
+    steps: tuple[tuple[str, float], ...] = ()
+
+    def _then(self, name: str, value: Any = 1.0) -> Answer:
+        if not isinstance(value, int | float):
+            raise HeadError(f"the model combines its logits with a {type(value).__name__}")
+        return Answer(self.logps, self.entropy, self.top1, self.total, (*self.steps, (name, float(value))))
+
+    def __mul__(self, value: Any) -> Answer:  # type: ignore[override]
+        return self._then("scale", value)
+
+    __rmul__ = __mul__  # type: ignore[assignment]
+
+    def __truediv__(self, value: Any) -> Answer:
+        return self._then("divide", value)
+
+    def float(self) -> Answer:
+        """Scores are float32 already."""
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Answer:
+        """Scores are where and what they must be."""
+        return self
+
+    def contiguous(self) -> Answer:
+        """Nothing to lay out."""
+        return self
+
+    def tanh(self) -> Answer:
+        """Half of a soft-cap."""
+        return self._then("tanh")
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Answer:
+        if getattr(func, "__name__", "") == "tanh":
+            return args[0].tanh()
+        raise HeadError(f"the model applies {getattr(func, '__name__', func)} to its logits")
+
+
+class PostHead(NamedTuple):
+    """What follows the head: logits = softcap * tanh(z * scale / softcap), or z * scale without a soft-cap."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def same(self, other: PostHead) -> bool:
+        """Equal to float round-off."""
+        if (self.softcap is None) != (other.softcap is None):
+            return False
+        return math.isclose(self.scale, other.scale, rel_tol=1e-5) and (
+            self.softcap is None or math.isclose(self.softcap, other.softcap or 0.0, rel_tol=1e-5)
+        )
+
+
+def read_steps(steps: tuple[tuple[str, float], ...]) -> PostHead:
+    """The scale and soft-cap that a recorded chain of operations amounts to."""
+    before, after, capped = 1.0, 1.0, False
+    for name, value in steps:
+        if name == "tanh":
+            if capped:
+                raise HeadError("the model applies tanh to its logits twice")
+            capped = True
+            continue
+        factor = value if name == "scale" else 1.0 / value
+        before, after = (before, after * factor) if capped else (before * factor, after)
+    return PostHead(before * after, after) if capped else PostHead(before)
+
+
+@dataclass
+class Request:
+    """What a head is asked: `targets` (N,) at the positions `index` (N,) of the flattened hidden states, or at all."""
+
+    targets: Tensor
+    index: Tensor | None
+    positions: int
+    temperature: float = 1.0
+    entropy: bool = False
+    weights: Tensor | None = None
+    reweight: Callable[[Tensor], Tensor] | None = None
+    post: PostHead = PostHead()
+
+    def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Answer:
+        """Scores of the targets under `hidden @ weight.T + bias`."""
+        if isinstance(weight, DTensor):
+            raise HeadError("the head is sharded over the vocabulary")
+        if hidden.numel() != self.positions * hidden.shape[-1]:
+            raise HeadError(f"the head was called with {tuple(hidden.shape)} for {self.positions} positions")
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        if self.index is not None:
+            hidden = hidden.index_select(0, self.index)
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        options: dict[str, Any] = {
+            "bias": bias,
+            "softcap": self.post.softcap,
+            "scale": self.post.scale,
+            "temperature": self.temperature,
+            "entropy": self.entropy,
+        }
+        with torch.autocast(kind, enabled=False):
+            if self.weights is None:
+                scores, total = token_scores(hidden, weight, self.targets, **options), None
+            else:
+                total, scores = weighted_logp_sum(
+                    hidden, weight, self.targets, self.weights, reweight=self.reweight, **options
+                )
+        return Answer(scores.logps, scores.entropy, scores.top1, total)
+
+
+class ScoringHead(nn.Linear):
+    """A linear head that answers a request when one is set, and is the plain layer otherwise."""
+
+    request: Request | None = None
+
+    def forward(self, input: Tensor) -> Any:
+        """Logits, or the `Answer` to the request."""
+        request = self.request
+        if request is None:
+            return super().forward(input)
+        return request.answer(input, self.weight, self.bias)
+
+
+def make_scoring(linear: nn.Linear) -> None:
+    """Turn a linear layer into a `ScoringHead`, in place: parameters, hooks and names stay.
+
+    The class changes rather than the `forward` attribute, so that a deep copy of the model scores with its own weights.
+    """
+    if isinstance(linear, ScoringHead):
+        return
+    if type(linear) is nn.Linear:
+        linear.__class__ = ScoringHead
+    else:
+        linear.__class__ = type(f"Scoring{type(linear).__name__}", (ScoringHead, type(linear)), {})
+
+
+def find_heads(base: Any) -> list[nn.Linear]:
+    """The linear layers one of which computes the logits, through PEFT's copies of a module that is trained in full.
+
+    Raises:
+        HeadError: When the head is not a plain linear layer.
+    """
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    if head is None:
+        raise HeadError(f"{type(base).__name__} has no output embeddings")
+    copies = getattr(head, "modules_to_save", None)
+    heads = [head] if copies is None else [head.original_module, *copies.values()]
+    for layer in heads:
+        if hasattr(layer, "base_layer"):
+            raise HeadError("an adapter sits on the LM head")
+        if not isinstance(layer, nn.Linear) or type(layer).forward not in (nn.Linear.forward, ScoringHead.forward):
+            raise HeadError(f"the LM head is a {type(layer).__name__}, not a plain linear layer")
+        if "forward" in layer.__dict__:
+            raise HeadError("another library replaced the LM head's forward")
+    return heads
+
+
+@contextmanager
+def asking(heads: list[nn.Linear], request: Request) -> Iterator[None]:
+    """Set the request on the heads for one call of the model."""
+    for head in heads:
+        make_scoring(head)
+        head.request = request  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for head in heads:
+            head.request = None  # type: ignore[assignment]
+
+
+def as_scores(answer: Answer) -> TokenScores:
+    """The scores of an answer."""
+    return TokenScores(answer.logps, answer.entropy, answer.top1)

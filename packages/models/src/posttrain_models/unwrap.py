@@ -1,0 +1,83 @@
+"""The model behind the wrappers, and what is remembered about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model without `torch.compile`, DDP, FSDP1 and DeepSpeed wrappers; a `PeftModel` stays one.
+
+    Args:
+        model: Any module. FSDP2 shards in place and leaves nothing to remove.
+
+    Returns:
+        The innermost `PreTrainedModel` or `PeftModel`.
+
+    Example:
+        >>> import torch
+        >>> from posttrain_models import tiny_model, unwrap
+        >>> model = tiny_model("llama", vocab_size=16)
+        >>> unwrap(torch.compile(model)) is model
+        True
+    """
+    while not hasattr(model, "config") or "_orig_mod" in model._modules or "module" in model._modules:
+        inner = getattr(model, "_orig_mod", None)
+        inner = getattr(model, "module", None) if inner is None else inner
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    return model
+
+
+def base_model(model: nn.Module) -> Any:
+    """The `PreTrainedModel` itself: wrappers removed, adapters injected but their container removed."""
+    inner = unwrap(model)
+    if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+        return inner.get_base_model()
+    return inner
+
+
+def text_config(base: Any) -> Any:
+    """The configuration of the language model, of a vision-language checkpoint too."""
+    config = base.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+@dataclass
+class State:
+    """What is known about one model; kept on the unwrapped model, so that every wrapper sees it."""
+
+    layout: Any = None
+    head: Any = None
+
+
+def state_of(base: nn.Module) -> State:
+    """The remembered facts of a model, made empty at first use."""
+    if not isinstance(getattr(base, "_posttrain", None), State):
+        base._posttrain = State()
+    return base._posttrain
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients or compilation, for a probe; every module's mode is put back."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def input_device(base: Any) -> torch.device:
+    """Where the token ids must be."""
+    return base.get_input_embeddings().weight.device
