@@ -39,9 +39,9 @@ def pack(lengths: Iterable[int] | torch.Tensor, capacity: int, *, overlong: Over
     Args:
         lengths: The number of tokens of each row; rows of 0 tokens are left out.
         capacity: The most tokens a packed row may hold.
-        overlong: "truncate" keeps the first `capacity` tokens of a row and drops the rest (the other trainers' `bfd`),
-            "split" cuts a row into pieces of `capacity` tokens and a rest (their `bfd_split`), "wrap" concatenates and
-            cuts (their `wrapped`).
+        overlong: "truncate" keeps the first `capacity` tokens of a row and drops the rest (TRL's `bfd`),
+            "split" cuts a row into pieces of `capacity` tokens and a rest (`bfd_split`), "wrap" concatenates and
+            cuts (`wrapped`).
 
     Returns:
         The bins, and how many tokens were kept and cut.
