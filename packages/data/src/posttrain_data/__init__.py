@@ -1,1 +1,20 @@
 """Chat data to token ids and loss masks, for any chat template."""
+
+from posttrain_data.errors import DataError
+from posttrain_data.options import Prepared, Report, SFTDataOptions
+from posttrain_data.prepare import prepare_sft
+from posttrain_data.rendering import render
+from posttrain_data.templates import clone_chat_template, terminators
+from posttrain_data.tiny import tiny_tokenizer
+
+__all__ = [
+    "DataError",
+    "Prepared",
+    "Report",
+    "SFTDataOptions",
+    "clone_chat_template",
+    "prepare_sft",
+    "render",
+    "terminators",
+    "tiny_tokenizer",
+]
