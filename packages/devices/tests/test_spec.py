@@ -57,7 +57,9 @@ def test_names_and_devices(device):
 def test_generic_accelerators(name):
     spec = device_spec(name)
     assert spec.name == name and spec.pad_multiple is None and not spec.static_shapes
-    assert torch.distributed.Backend.default_device_backend_map.get(name, spec.collectives) == spec.collectives
+    # "fake" is a stand-in of PyTorch's own tests until the accelerator's package registers its backend.
+    known = torch.distributed.Backend.default_device_backend_map.get(name, "fake")
+    assert known in (spec.collectives, "fake")
 
 
 def test_an_accelerator_that_registered_itself(monkeypatch):

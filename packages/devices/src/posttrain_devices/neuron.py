@@ -7,7 +7,6 @@ on hardware.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Mapping
@@ -35,6 +34,8 @@ def package() -> Package:
     Only the native package has PyTorch load it by itself (entry point group `torch.backends`). PyPI's version 1.0 is
     a module that raises on import. Every other release is the plug-in for torch-xla. Nothing is imported.
     """
+    import importlib.metadata  # a third of the cost of importing this package
+
     try:
         version = importlib.metadata.version("torch-neuronx")
     except importlib.metadata.PackageNotFoundError:
@@ -55,6 +56,8 @@ def package_problem() -> str | None:
     installed = package()
     if installed.kind == "native" and installed.version is None:
         return None  # a stand-in that goes by another name
+    import importlib.metadata
+
     torch = ".".join(importlib.metadata.version("torch").split(".")[:2])
     if installed.kind == "native" and f"{installed.version}.".startswith(f"{torch}."):
         return None
