@@ -7,7 +7,6 @@ on hardware.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +33,8 @@ def package() -> Package:
     Only the native package has PyTorch load it by itself (entry point group `torch.backends`). PyPI's version 1.0 is
     a module that raises on import. Every other release is the plug-in for torch-xla. Nothing is imported.
     """
-    import importlib.metadata  # a third of the cost of importing this package
+    import importlib.metadata  # here, since it is a third of the cost of importing this package
+    import importlib.util
 
     try:
         version = importlib.metadata.version("torch-neuronx")
