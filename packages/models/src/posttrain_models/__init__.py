@@ -1,14 +1,22 @@
 """Loading language models, and scoring tokens under them without padding or full logits."""
 
+from posttrain_models.adapters import apply_lora
 from posttrain_models.layout import Layout, choose_layout
+from posttrain_models.loading import load_model, load_tokenizer
+from posttrain_models.options import LoadOptions, LoraOptions
 from posttrain_models.scorer import ModelSum, score_tokens, weighted_logp_sum
 from posttrain_models.tiny import tiny_model
 from posttrain_models.unwrap import unwrap
 
 __all__ = [
     "Layout",
+    "LoadOptions",
+    "LoraOptions",
     "ModelSum",
+    "apply_lora",
     "choose_layout",
+    "load_model",
+    "load_tokenizer",
     "score_tokens",
     "tiny_model",
     "unwrap",

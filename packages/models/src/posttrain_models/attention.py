@@ -1,9 +1,9 @@
 """Attention that honours sequence boundaries with SDPA on any device.
 
-Registered in transformers under the name `"posttrain"`. A packed call carries `cu_seq_lens_q` (the cumulative lengths
-that FlashAttention calls `cu_seqlens`); every sequence attends to itself alone, and no N x N mask exists. Any other call
-(padded training, `generate`) runs transformers' own SDPA attention. Soft-caps and attention sinks, which SDPA does not
-know, are computed explicitly in float32.
+Registered in transformers under the name `"posttrain"`. A packed call carries `cu_seq_lens_q`, the cumulative lengths
+that FlashAttention calls `cu_seqlens`: every sequence attends to itself alone, and no N x N mask exists. Any other
+call (padded training, `generate`) runs transformers' own SDPA attention. Soft-caps and attention sinks, which SDPA
+does not know, are computed explicitly in float32.
 """
 
 from __future__ import annotations

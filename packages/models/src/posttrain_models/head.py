@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from posttrain_losses import TokenScores, token_scores, weighted_logp_sum
+from posttrain_losses import token_scores, weighted_logp_sum
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-class HeadError(Exception):
+class HeadError(ValueError):
     """The fused head cannot serve this model; the message says why."""
 
 
@@ -120,10 +119,6 @@ class Request:
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if self.index is not None:
             hidden = hidden.index_select(0, self.index)
-        kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         options: dict[str, Any] = {
             "bias": bias,
             "softcap": self.post.softcap,
@@ -131,13 +126,12 @@ class Request:
             "temperature": self.temperature,
             "entropy": self.entropy,
         }
-        with torch.autocast(kind, enabled=False):
-            if self.weights is None:
-                scores, total = token_scores(hidden, weight, self.targets, **options), None
-            else:
-                total, scores = weighted_logp_sum(
-                    hidden, weight, self.targets, self.weights, reweight=self.reweight, **options
-                )
+        if self.weights is None:
+            scores, total = token_scores(hidden, weight, self.targets, **options), None
+        else:
+            total, scores = weighted_logp_sum(
+                hidden, weight, self.targets, self.weights, reweight=self.reweight, **options
+            )
         return Answer(scores.logps, scores.entropy, scores.top1, total)
 
 
@@ -199,8 +193,3 @@ def asking(heads: list[nn.Linear], request: Request) -> Iterator[None]:
     finally:
         for head in heads:
             head.request = None  # type: ignore[assignment]
-
-
-def as_scores(answer: Answer) -> TokenScores:
-    """The scores of an answer."""
-    return TokenScores(answer.logps, answer.entropy, answer.top1)

@@ -97,9 +97,7 @@ def _padded_plan(batch: TokenBatch, device: torch.device) -> Plan:
         "use_cache": False,
     }
     places = places.to(device)
-    return _anchor(
-        Plan(kwargs, targets.to(device), places - 1, batch.input_ids.numel(), places, valid.to(device))
-    )
+    return _anchor(Plan(kwargs, targets.to(device), places - 1, batch.input_ids.numel(), places, valid.to(device)))
 
 
 @dataclass

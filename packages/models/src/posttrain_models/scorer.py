@@ -20,7 +20,6 @@ from posttrain_models.head import (
     HeadError,
     PostHead,
     Request,
-    as_scores,
     asking,
     find_heads,
     read_steps,
@@ -48,11 +47,15 @@ class ModelSum(NamedTuple):
 
 @dataclass(frozen=True)
 class _Head:
-    """How the logits of a model are computed: fused with `post`, or plainly because of `reason`."""
+    """How the logits of a model are computed: fused with `post`, or plainly because of `reason`.
+
+    Valid for the head `modules` it was found for, by identity: an adapter added later, or a copy, is probed anew.
+    """
 
     fused: bool
     post: PostHead = PostHead()
     reason: str = ""
+    modules: tuple[int, ...] = ()
 
 
 def score_tokens(
@@ -112,7 +115,7 @@ def weighted_logp_sum(
         model: As in `score_tokens`.
         batch: B rows of T positions.
         weights: `(B, T)`; those of tokens that are not targets are ignored. Not differentiated.
-        reweight: A further weight as a function of the log-probabilities `(n,)`, not differentiated (`dft`: `torch.exp`).
+        reweight: A further weight, an element-wise function of log-probabilities (`torch.exp` is `dft`); no gradient.
         temperature: Divides the logits.
         entropy: Also return entropies.
 
@@ -229,9 +232,10 @@ def _prepared(model: nn.Module, base: Any) -> tuple[Layout, _Head]:
     if state.layout is None:
         layout = choose_layout(model, static_shapes=_static(base))
         logger.info("layout %s: %s", layout.name, layout.reason)
-    if state.head is None:
+    modules = _head_modules(base)
+    if state.head is None or state.head.modules != modules:
         _refuse_prompts(model)
-        state.head = _probe_head(model, base, state.layout)
+        state.head = replace(_probe_head(model, base, state.layout), modules=modules)
         if not state.head.fused:
             logger.warning("full logits are computed, which costs memory: %s", state.head.reason)
     return state.layout, state.head
@@ -241,6 +245,11 @@ def _static(base: Any) -> bool:
     from posttrain_devices import device_spec
 
     return device_spec(next(base.parameters()).device).static_shapes
+
+
+def _head_modules(base: Any) -> tuple[int, ...]:
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    return () if head is None else tuple(id(module) for module in head.modules())
 
 
 def _refuse_prompts(model: nn.Module) -> None:

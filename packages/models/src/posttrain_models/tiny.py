@@ -50,13 +50,15 @@ _TINY: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
 )
 
 
-def tiny_model(architecture: str = "llama", vocab_size: int = 128, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+def tiny_model(
+    architecture: str = "llama", vocab_size: int = 128, *, seed: int = 0, **overrides: Any
+) -> PreTrainedModel:
     """A random model of a real architecture with two small layers, float32, on the CPU.
 
     Args:
-        architecture: llama, smollm2 (tied embeddings), qwen2, qwen3, mistral, gemma2 (soft-caps, sliding windows), gemma3,
-            cohere and granite (scaled logits), gpt2, mixtral, qwen3_moe, gpt_oss (attention sinks) or qwen3_5 (gated
-            delta net layers).
+        architecture: llama, smollm2 (tied embeddings), qwen2, qwen3, mistral, gemma2 (soft-caps, sliding windows),
+            gemma3, cohere and granite (scaled logits), gpt2, mixtral, qwen3_moe, gpt_oss (attention sinks) or
+            qwen3_5 (gated delta net layers).
         vocab_size: Number of tokens.
         seed: Of the weights; the global random state is left as it was.
         **overrides: Fields of the architecture's configuration.

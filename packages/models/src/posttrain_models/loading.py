@@ -1,0 +1,325 @@
+"""From a name, a folder, an adapter's folder or an object to a model that is where it should be."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from posttrain_devices import device_spec
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from posttrain_models.options import LoadOptions
+from posttrain_models.unwrap import base_model
+
+logger = logging.getLogger("posttrain_models")
+
+
+def load_model(
+    model: str | os.PathLike[str] | nn.Module,
+    options: LoadOptions | None = None,
+    *,
+    model_init_kwargs: dict[str, Any] | str | None = None,
+    quantization_config: Any = None,
+    device: str | torch.device | None = "auto",
+) -> Any:
+    """Load a causal language model for training.
+
+    The class is the one the checkpoint names, so that text-only training of a vision-language checkpoint keeps its
+    class and weight names; what such a checkpoint has besides its language model is frozen. Weights load straight onto
+    this process's device: the accelerator of its local rank if the machine has one, never another. Under
+    FSDP and DeepSpeed, which place weights themselves, they stay on the CPU.
+
+    Args:
+        model: A folder, a name on the hub, or the folder of an adapter, whose base is loaded and which trains on. A
+            `PreTrainedModel` or `PeftModel` is returned as it is.
+        options: Options; the defaults if None. Its `model_name_or_path` is not read.
+        model_init_kwargs: More arguments of `from_pretrained`, as a dict or a JSON string; they win over `options`.
+        quantization_config: A quantisation configuration of transformers, instead of the `load_in_*` options.
+        device: Where to load; "auto" as described, None for the CPU.
+
+    Returns:
+        The model, in training mode for a loaded one.
+
+    Raises:
+        ValueError: The folder does not exist, holds no configuration, or is damaged; weights are missing; options
+            contradict each other. The message names the path or the option.
+
+    Example:
+        >>> import tempfile
+        >>> from posttrain_models import load_model, tiny_model
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     tiny_model("llama").save_pretrained(folder)
+        ...     model = load_model(folder, device=None)
+        >>> type(model).__name__
+        'LlamaForCausalLM'
+    """
+    extra = _init_kwargs(model_init_kwargs)
+    if isinstance(model, nn.Module):
+        if extra or quantization_config is not None:
+            raise ValueError(
+                "model_init_kwargs and quantization_config need the model as a name or path, not an object"
+            )
+        return model
+    options = options or LoadOptions()
+    name = os.fspath(model)
+    adapter = _adapter_config(name)
+    arguments = _arguments(options, extra, quantization_config, device)
+    if adapter is None:
+        return _load_base(name, arguments, "dtype" in extra)
+    base_name = adapter.get("base_model_name_or_path")
+    if not base_name:
+        raise ValueError(f"{name} is an adapter whose adapter_config.json names no base model")
+    try:
+        base = _load_base(base_name, arguments, "dtype" in extra)
+    except ValueError as error:
+        raise ValueError(f"{name} is an adapter of {base_name}: {error}") from error
+    return _continue_adapter(base, name)
+
+
+def _init_kwargs(given: dict[str, Any] | str | None) -> dict[str, Any]:
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"model_init_kwargs={given!r} is not JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise ValueError(f"model_init_kwargs must be a JSON object, not {given!r}")
+    return dict(given or {})
+
+
+def _arguments(
+    options: LoadOptions, extra: dict[str, Any], quantization: Any, device: str | torch.device | None
+) -> dict[str, Any]:
+    """What `from_pretrained` is given."""
+    arguments: dict[str, Any] = {
+        "dtype": parse_dtype(options.dtype),
+        "revision": options.model_revision,
+        "trust_remote_code": options.trust_remote_code,
+    }
+    if options.attn_implementation is not None:
+        arguments["attn_implementation"] = options.attn_implementation
+    asked = quantization or _bitsandbytes(options, arguments["dtype"])
+    if asked is not None and "quantization_config" in extra:
+        raise ValueError(
+            "quantization_config is given twice: once as an argument or load_in_*, once in model_init_kwargs"
+        )
+    if asked is not None:
+        arguments["quantization_config"] = asked
+    where = _placement(device)
+    if where is not None:
+        arguments["device_map"] = {"": where}
+    arguments.update(extra)
+    if isinstance(arguments["dtype"], str):
+        arguments["dtype"] = parse_dtype(arguments["dtype"])
+    if arguments.get("device_map") == "auto":
+        raise ValueError("device_map='auto' may land on the CPU or split the model; leave it out")
+    return arguments
+
+
+def parse_dtype(name: str | torch.dtype | None) -> Any:
+    """A dtype by its name; "auto" and None stay."""
+    if name is None or name == "auto" or isinstance(name, torch.dtype):
+        return name or "auto"
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={name!r} is unknown; write float32, bfloat16, float16 or auto")
+    return dtype
+
+
+def _bitsandbytes(options: LoadOptions, dtype: Any) -> Any:
+    if not (options.load_in_4bit or options.load_in_8bit):
+        return None
+    if options.load_in_4bit and options.load_in_8bit:
+        raise ValueError("load_in_4bit and load_in_8bit exclude each other; choose one")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        flag = "load_in_4bit" if options.load_in_4bit else "load_in_8bit"
+        raise ValueError(f"{flag} needs bitsandbytes; install posttrain-models[quantization]")
+    if options.load_in_8bit:
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=options.bnb_4bit_quant_type,
+        bnb_4bit_compute_dtype=torch.bfloat16 if dtype == "auto" else dtype,
+        bnb_4bit_use_double_quant=options.use_bnb_nested_quant,
+        bnb_4bit_quant_storage=options.bnb_4bit_quant_storage,
+    )
+
+
+def _placement(device: str | torch.device | None) -> str | torch.device | None:
+    if device != "auto":
+        return device
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true") or _deepspeed_places():
+        return None
+    spec = device_spec()
+    if spec.name == "cpu":
+        return None
+    rank = os.environ.get("LOCAL_RANK")
+    # On Trainium a process owns one core, which the runtime picked.
+    return spec.device_map if rank is None or spec.static_shapes else f"{spec.device_map}:{rank}"
+
+
+def _deepspeed_places() -> bool:
+    if importlib.util.find_spec("deepspeed") is None:
+        return False
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    return is_deepspeed_zero3_enabled()
+
+
+def looks_like_folder(name: str) -> bool:
+    """Whether a name can only be meant as a path."""
+    return name.startswith((".", "/", "~")) or os.path.isabs(name) or name.count("/") > 1 or os.path.exists(name)
+
+
+def _adapter_config(name: str) -> dict[str, Any] | None:
+    """The configuration of a local adapter; a folder that also holds a whole model is that model."""
+    if looks_like_folder(name) and not os.path.isdir(name):
+        what = "is a file, not a model folder" if os.path.exists(name) else "does not exist"
+        raise ValueError(f"model folder {name} {what}")
+    path = Path(name, "adapter_config.json")
+    if not path.is_file() or Path(name, "config.json").is_file():
+        return None
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def _load_base(name: str, arguments: dict[str, Any], dtype_chosen: bool) -> PreTrainedModel:
+    if looks_like_folder(name):
+        _adapter_config(name)
+        if not Path(name, "config.json").is_file():
+            raise ValueError(f"model folder {name} has no config.json, so it is not a saved model")
+    chosen = {key: arguments[key] for key in ("revision", "trust_remote_code")}
+    try:
+        config = arguments.pop("config", None) or AutoConfig.from_pretrained(name, **chosen)
+        loader = _model_class(config)
+        model, info = loader.from_pretrained(name, config=config, output_loading_info=True, **arguments)
+    except Exception as error:  # safetensors, JSON and hub errors of many kinds, none of which names the folder
+        raise ValueError(f"model {name} cannot be loaded: {type(error).__name__}: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(f"model {name} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}")
+    freeze_towers(model)
+    if arguments["dtype"] == torch.float32 and not dtype_chosen:
+        _say_memory(model)
+    return model.train()
+
+
+def _model_class(config: Any) -> Any:
+    """The class named in the checkpoint, when it is one of transformers' with a language-model head."""
+    named = (getattr(config, "architectures", None) or [None])[0]
+    cls = getattr(transformers, named, None) if named else None
+    if cls is None or not named.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
+        return AutoModelForCausalLM
+    return cls
+
+
+def freeze_towers(model: PreTrainedModel) -> None:
+    """Freeze what a multimodal checkpoint has besides its language model: text alone never reaches it."""
+    if model.config.get_text_config() is model.config:
+        return
+    kept = {id(p) for part in (model.get_decoder(), model.get_output_embeddings()) for p in part.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            parameter.requires_grad_(False)
+
+
+def _say_memory(model: nn.Module) -> None:
+    if int(os.environ.get("RANK", "0")):
+        return
+    count = sum(p.numel() for p in model.parameters())
+    logger.warning(
+        "%s loaded in float32: %.2f GiB of weights; dtype='bfloat16' would save %.2f GiB, and as much in gradients",
+        type(model).__name__, count * 4 / 2**30, count * 2 / 2**30,
+    )  # fmt: skip
+
+
+def _continue_adapter(base: PreTrainedModel, folder: str) -> Any:
+    peft = require_peft(f"{folder} is an adapter")
+    try:
+        model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
+    except Exception as error:  # as above: no error of safetensors or peft names the folder
+        raise ValueError(f"adapter {folder} cannot be loaded: {type(error).__name__}: {error}") from error
+    logger.info("continuing the adapter in %s", folder)
+    return model
+
+
+def require_peft(why: str) -> Any:
+    """The peft module, or an error that says what needs it."""
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError(f"{why}, which needs peft; install posttrain-models[peft]")
+    import peft
+
+    return peft
+
+
+def load_tokenizer(
+    name: str | os.PathLike[str],
+    *,
+    revision: str = "main",
+    trust_remote_code: bool = False,
+    pad_token: str | None = None,
+    eos_token: str | None = None,
+    model: nn.Module | None = None,
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that has a padding token.
+
+    Args:
+        name: A folder or a name on the hub.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Run the code that comes with the tokenizer.
+        pad_token: The padding token; default: the tokenizer's own, else its end token, which is safe because masks go
+            by length and never by id.
+        eos_token: The end token; default: the tokenizer's own.
+        model: Its configuration and generation configuration get the padding and end token.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ValueError: It cannot be loaded, or a token is not in the vocabulary.
+    """
+    path = os.fspath(name)
+    if looks_like_folder(path) and not os.path.isdir(path):
+        raise ValueError(f"tokenizer folder {path} does not exist")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # many kinds, none of which names the folder
+        raise ValueError(f"tokenizer {path} cannot be loaded: {type(error).__name__}: {error}") from error
+    vocabulary = tokenizer.get_vocab()
+    for option, token in (("pad_token", pad_token), ("eos_token", eos_token)):
+        if token is not None and token not in vocabulary:
+            raise ValueError(f"{option}={token!r} is not in the vocabulary of {path}")
+        if token is not None:
+            setattr(tokenizer, option, token)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError(f"tokenizer {path} has neither a padding nor an end token; give pad_token")
+        tokenizer.pad_token = tokenizer.eos_token
+    if model is not None:
+        mirror_tokens(base_model(model), tokenizer)
+    return tokenizer
+
+
+def mirror_tokens(base: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write the tokenizer's padding and end token into the model's configurations.
+
+    A generation configuration that lists several end tokens keeps them.
+    """
+    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+    for config in (base.config, base.config.get_text_config(), getattr(base, "generation_config", None)):
+        if config is None:
+            continue
+        config.pad_token_id = pad
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        if eos is not None and eos not in ends:
+            known = [end for end in ends if end is not None]
+            config.eos_token_id = [eos, *known] if len(known) > 1 else eos
