@@ -1,1 +1,25 @@
 """One training loop for every post-training method."""
+
+from posttrain_trainer.callbacks import BEMACallback
+from posttrain_trainer.config import TrainingConfig
+from posttrain_trainer.facade import inner_tokenizer, resolve_args, resolve_model, resolve_tokenizer
+from posttrain_trainer.method import Anchor, Method
+from posttrain_trainer.plan import ShapePlan, resolve_shapes
+from posttrain_trainer.sources import MapSource, StreamSource
+from posttrain_trainer.trainer import Trainer
+
+__all__ = [
+    "Anchor",
+    "BEMACallback",
+    "MapSource",
+    "Method",
+    "ShapePlan",
+    "StreamSource",
+    "Trainer",
+    "TrainingConfig",
+    "inner_tokenizer",
+    "resolve_args",
+    "resolve_model",
+    "resolve_shapes",
+    "resolve_tokenizer",
+]

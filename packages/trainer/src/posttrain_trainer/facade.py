@@ -1,0 +1,140 @@
+"""What the trainers of all apps do before they are trainers: settle arguments, tokenizer and model."""
+
+import logging
+import os
+from dataclasses import fields
+from pathlib import PurePath
+from typing import Any
+
+from posttrain_models import LoadOptions, LoraOptions, apply_lora, load_model, load_tokenizer
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+
+from posttrain_trainer.config import checkpointing
+
+logger = logging.getLogger("posttrain")
+
+
+def resolve_args(args: TrainingArguments | None, config_class: type, model: Any, suffix: str) -> Any:
+    """The method's own config, whatever was passed.
+
+    Args:
+        args: An instance of `config_class`, plain `TrainingArguments`, or None for the defaults.
+        config_class: The config of the method, a subclass of `TrainingConfig`.
+        model: What the trainer was given as its model; names the default output folder.
+        suffix: What the default output folder ends with, such as "SFT".
+
+    Raises:
+        ValueError: `args` is something else.
+
+    Example:
+        >>> from posttrain_trainer import TrainingConfig, resolve_args
+        >>> resolve_args(None, TrainingConfig, "Qwen/Qwen3-0.6B", "SFT").output_dir
+        'Qwen3-0.6B-SFT'
+    """
+    if isinstance(args, config_class):
+        return args
+    if args is None:
+        return config_class(output_dir=f"{model_name(model)}-{suffix}")
+    if not isinstance(args, TrainingArguments):
+        raise ValueError(f"args must be a {config_class.__name__}; got {type(args).__name__}.")
+    known = {item.name for item in fields(config_class) if item.init}
+    given = {item.name: getattr(args, item.name) for item in fields(args) if item.init and item.name in known}
+    return config_class(**given)
+
+
+def model_name(model: Any) -> str:
+    """The last part of a model's name: of a path, of `LoadOptions`, or of the folder a model was loaded from."""
+    if isinstance(model, LoadOptions):
+        model = model.model_name_or_path
+    if isinstance(model, nn.Module):
+        model = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+    return PurePath(os.fspath(model)).name or "model"
+
+
+def load_options(model: Any, args: Any) -> LoadOptions | None:
+    """How to load `model`; None when it is a model already.
+
+    Raises:
+        ValueError: The model is neither a name, nor `LoadOptions` that give one, nor a module.
+    """
+    if isinstance(model, nn.Module):
+        if args.model_init_kwargs:
+            raise ValueError("model_init_kwargs are for a model given by name; this one is loaded already.")
+        return None
+    if isinstance(model, LoadOptions):
+        if not model.model_name_or_path:
+            raise ValueError("model_name_or_path is missing: name the model to train, a folder or a name on the hub.")
+        return model
+    if not isinstance(model, str | os.PathLike):
+        raise ValueError(f"model must be a name, a path, LoadOptions or a model; got {type(model).__name__}.")
+    return LoadOptions(model_name_or_path=os.fspath(model), trust_remote_code=args.trust_remote_code)
+
+
+def resolve_tokenizer(model: Any, args: Any, processing_class: Any) -> Any:
+    """The tokenizer (or processor) to prepare rows with, from what was passed or from beside the model.
+
+    Args:
+        model: As the trainer was given it.
+        args: The method's config.
+        processing_class: A tokenizer or processor; None loads the model's.
+
+    Raises:
+        ValueError: It cannot be found, or lacks a padding and an end token.
+    """
+    if processing_class is None:
+        options = load_options(model, args)
+        extra = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
+        name = options.model_name_or_path if options else getattr(model.config, "_name_or_path", "")
+        if not name:
+            raise ValueError("processing_class is missing, and the model does not say where it came from: pass one.")
+        processing_class = load_tokenizer(
+            name,
+            revision=extra.get("revision", options.model_revision if options else "main"),
+            trust_remote_code=args.trust_remote_code,
+        )
+    tokenizer = inner_tokenizer(processing_class)
+    eos_token = getattr(args, "eos_token", None)
+    if eos_token is not None:
+        if eos_token not in tokenizer.get_vocab():
+            raise ValueError(f"eos_token={eos_token!r} is not in the vocabulary of the tokenizer.")
+        tokenizer.eos_token = eos_token
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError("the tokenizer has neither a padding nor an end token: set `pad_token` on it.")
+        tokenizer.pad_token = tokenizer.eos_token
+    return processing_class
+
+
+def inner_tokenizer(processing_class: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of a processor, or the tokenizer itself."""
+    return getattr(processing_class, "tokenizer", processing_class)
+
+
+def resolve_model(model: Any, args: Any, *, quantization_config: Any = None, peft_config: Any = None) -> nn.Module:
+    """The model to train: loaded where it should be, with its adapter.
+
+    Args:
+        model: A name, a path, `LoadOptions`, or a model.
+        args: The method's config.
+        quantization_config: A quantisation configuration of transformers.
+        peft_config: A configuration of peft, or `LoraOptions`; None adds no adapter.
+
+    Raises:
+        ValueError: The model cannot be loaded, or has an adapter and would get another.
+    """
+    set_seed(args.seed)  # before an adapter or a new head draws its weights
+    options = load_options(model, args)
+    source = model if options is None else options.model_name_or_path
+    loaded = load_model(
+        source,
+        options,
+        model_init_kwargs=args.model_init_kwargs,
+        quantization_config=quantization_config,
+        **({"device": None} if args.use_cpu else {}),
+    )
+    if peft_config is None or (isinstance(peft_config, LoraOptions) and not peft_config.use_peft):
+        if checkpointing(args) and hasattr(loaded, "peft_config"):
+            loaded.enable_input_require_grads()
+        return loaded
+    return apply_lora(loaded, peft_config, gradient_checkpointing=checkpointing(args))
