@@ -2,8 +2,8 @@
 
     uv run python tools/bench/head_memory.py [--json]
 
-Vocabulary 151,936, 8,192 tokens, hidden size 1,024, float32, forward and backward, on Linux. Each function is measured in a
-process of its own, after a small warm-up that lets the libraries allocate what they keep.
+Vocabulary 151,936, 8,192 tokens, hidden size 1,024, float32, forward and backward, on Linux. Each function is measured
+in a process of its own, after a small warm-up that lets the libraries allocate what they keep.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def main() -> None:
         extra = int(subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True).stdout)
         shares[function] = extra / FULL_LOGITS
         print(
-            f"{function:<20}{extra / 1e6:8.0f} MB extra, {shares[function]:.4f} of full logits' {FULL_LOGITS / 1e6:.0f} MB"
+        print(f"{function:<20}{extra / 1e6:8.0f} MB extra, {shares[function]:.4f} of {FULL_LOGITS / 1e6:.0f} MB")
         )
     if arguments.json:
         print(json.dumps({"head_memory_share": max(shares.values()), **shares}))

@@ -1,0 +1,51 @@
+"""A working directory in which the documentation runs as it is written, without a network."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+QUESTIONS = ["What is the capital of France?", "Say hello.", "What do bees make?", "How many legs has a spider?"]
+ANSWERS = ["Paris.", "Hello! How can I help?", "Bees make honey.", "A spider has eight legs."]
+CHATS = [
+    [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    for question, answer in zip(QUESTIONS * 8, ANSWERS * 8, strict=True)
+]
+
+
+def write_jsonl(file: Path, rows: list[dict]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="session")
+def documented(tmp_path_factory) -> Path:
+    """A folder with the models and data that the documentation names.
+
+    `datasets` and `transformers` take a folder of the working directory before a hub name.
+    """
+    from posttrain_data import tiny_tokenizer
+    from posttrain_models import tiny_model
+
+    folder = tmp_path_factory.mktemp("documented")
+    tokenizer = tiny_tokenizer()
+    for name in ("Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+        model = tiny_model("qwen3", vocab_size=len(tokenizer))
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    write_jsonl(folder / "trl-lib/Capybara/train.jsonl", [{"messages": chat, "source": "made"} for chat in CHATS])
+    write_jsonl(folder / "chats.jsonl", [{"messages": chat} for chat in CHATS])
+    write_jsonl(folder / "train.jsonl", [{"messages": chat} for chat in CHATS])
+    write_jsonl(folder / "eval.jsonl", [{"messages": chat} for chat in CHATS[:4]])
+    return folder
+
+
+@pytest.fixture
+def workplace(documented, tmp_path) -> Path:
+    """A fresh copy of that folder."""
+    return Path(shutil.copytree(documented, tmp_path / "work"))
