@@ -32,7 +32,7 @@ def read_yaml(path: str) -> dict[str, Entry]:
     text = _text(path)
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is None:
+        if root is None or root.tag == TAG + "null":
             return {}
         if not isinstance(root, yaml.MappingNode):
             raise CommandError(f"{path}:{_line(root)}: expected `key: value` lines, got {_kind(root)}")

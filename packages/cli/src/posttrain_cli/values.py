@@ -1,9 +1,9 @@
 """Text, JSON and YAML to typed values, strictly.
 
 A value arrives as a tree: a `Scalar`, a list of trees, or a dict of trees. A `Scalar` keeps the text as it was written,
-so that the command line, JSON and YAML are converted by one set of rules and YAML 1.1's guesses (`no` is false, `2e-5` is
-text) never reach an option. A type is a JSON-able dict made by `posttrain_cli.schema`; its `kind` is one of the keys of
-`CONVERTERS`.
+so that the command line, JSON and YAML are converted by one set of rules, and YAML 1.1's guesses (`no` is false, `2e-5`
+is text) never reach an option. A type is a JSON-able dict made by `posttrain_cli.schema`; its `kind` is one of the keys
+of `CONVERTERS`.
 """
 
 import difflib

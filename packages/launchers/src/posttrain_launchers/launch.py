@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from posttrain_cli import Command, CommandError, guarded
+from posttrain_cli import Command, CommandError, Parsed, guarded
 
 from posttrain_launchers.failure import tell_launcher, tells_launcher
 from posttrain_launchers.options import LaunchOptions
@@ -35,7 +35,7 @@ def run_command(command: Command, argv: Sequence[str] | None = None, prog: str |
     def action() -> int:
         parsed = command.parse(words, called)
         os.environ.update(parsed.env)
-        options = parsed.launch_options()
+        options = launch_options(parsed)
         set_here = parsed.values["launcher"]
         if set_here and _started_elsewhere() and not tells_launcher():
             flag = next(iter(set_here))
@@ -53,9 +53,21 @@ def run_command(command: Command, argv: Sequence[str] | None = None, prog: str |
         return 2
 
 
+def launch_options(parsed: Parsed) -> LaunchOptions:
+    """The launcher's options of a parsed command line; with `--use_cpu`, one process is the default.
+
+    Raises:
+        CommandError: If they contradict each other.
+    """
+    options = parsed.launch_options()
+    if options.nproc_per_node is None and any(group.get("use_cpu") is True for group in parsed.values.values()):
+        options.nproc_per_node = 1
+    return options
+
+
 def _program(command: Command) -> str:
     name = os.path.basename(sys.argv[0])
-    if name == "__main__.py":
+    if name == "__main__.py" and not tells_launcher():
         return f"python -m {command.package}"
     return name if name.startswith("posttrain-") else f"posttrain {command.name}"
 
@@ -65,12 +77,19 @@ def _started_elsewhere() -> bool:
 
 
 def local_processes(options: LaunchOptions) -> int:
-    """How many processes the options start on this machine."""
+    """How many processes the options start on this machine.
+
+    Raises:
+        CommandError: If the variable that selects devices (`NEURON_RT_VISIBLE_CORES`) has a value that cannot work.
+    """
     if options.nproc_per_node is not None:
         return options.nproc_per_node
     from posttrain_devices import local_devices
 
-    return max(1, local_devices())
+    try:
+        return max(1, local_devices())
+    except ValueError as error:
+        raise CommandError(str(error)) from error
 
 
 def world_size(options: LaunchOptions) -> int:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from posttrain_cli import Command, CommandError, did_you_mean, guarded, load
-from posttrain_launchers import run_command, world_size
+from posttrain_launchers import launch_options, run_command, world_size
 
 METHODS = {"sft": "posttrain_sft.command:COMMAND"}
 OTHERS = {
@@ -68,19 +68,24 @@ def _help() -> str:
 
 def _plan(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        print("usage: posttrain plan METHOD [the flags of the run]\n\nDescribes the run without running it.", flush=True)
+        print(
+            "usage: posttrain plan METHOD [the flags of the run]\n\nDescribes the run without running it.", flush=True
+        )
         return 0
     command = method(words[0])
     if command.plan is None:
         raise CommandError(f"{words[0]} has no plan")
     parsed = command.parse(words[1:], prog=f"posttrain plan {words[0]}")
     configs = parsed.build()
-    return load(command.plan)(*configs, world_size=world_size(parsed.launch_options())) or 0
+    return load(command.plan)(*configs, world_size=world_size(launch_options(parsed))) or 0
 
 
 def _env(words: list[str]) -> int:
     if words and words[0] in ("-h", "--help"):
-        print("usage: posttrain env\n\nShows what is installed here, which devices there are, and what is wrong.", flush=True)
+        print(
+            "usage: posttrain env\n\nShows what is installed here, which devices there are, and what is wrong.",
+            flush=True,
+        )
         return 0
     if words:
         raise CommandError(f"env takes no arguments, got {words[0]!r}")
