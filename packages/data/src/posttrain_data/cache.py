@@ -1,8 +1,8 @@
 """Prepared rows on disk: made once, by whichever process comes first, and found by all others.
 
-Processes meet over files, never over a collective, so preparation may take longer than any collective timeout. The first
-to create `<key>.lock` prepares and rewrites a counter in it every few seconds; the others watch that counter. When it
-stands still the process is gone, and one of them takes over. The finished folder appears by one rename.
+Processes meet over files, never over a collective, so preparation may take longer than any collective timeout. The
+first to create `<key>.lock` prepares and rewrites a counter in it every few seconds; the others watch that counter.
+When it stands still the process is gone, and one of them takes over. The finished folder appears by one rename.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,7 +63,7 @@ def once(
     """`load(folder)`, after `make(temporary folder)` if nobody made it before; one process makes, the others wait.
 
     Raises:
-        DataError: What the preparing process raised, in all of them; or the wait was too long, naming who was waited for.
+        DataError: What the preparing process raised, in all of them; after too long a wait, naming who was waited for.
     """
     lock = folder.with_name(folder.name + ".lock")
     error = folder.with_name(folder.name + ".error")
@@ -89,8 +89,8 @@ def once(
             seen_at = time.monotonic()
         if time.monotonic() - began > limit:
             raise DataError(
-                f"waited {limit:.0f} s for process {now.get('pid')} on {now.get('host')} to prepare the rows in {folder}: "
-                f"look at that process, or remove {lock} and start again."
+                f"waited {limit:.0f} s for process {now.get('pid')} on {now.get('host')} to prepare the rows in "
+                f"{folder}: look at that process, or remove {lock} and start again."
             )
         time.sleep(min(0.2, beat))
     return load(folder)
@@ -145,7 +145,7 @@ def _make(folder: Path, lock: Path, error: Path, make: Callable[[Path], None], b
 
 
 @contextlib.contextmanager
-def _beating(lock: Path, mine: dict[str, Any], beat: float) -> Iterator[None]:
+def _beating(lock: Path, mine: dict[str, Any], beat: float) -> Generator[None]:
     done = threading.Event()
 
     def run() -> None:

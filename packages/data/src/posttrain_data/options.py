@@ -72,7 +72,7 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 NO_TARGET = "no target token"
-ALL_CUT = "every target cut by max_length"
+ALL_CUT = "every target beyond max_length"
 EMPTY = "no token"
 
 

@@ -6,15 +6,16 @@ import contextlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from datetime import date
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
+import datasets.config
 import numpy as np
 from datasets.fingerprint import Hasher
 from posttrain_collators import pack
@@ -22,7 +23,7 @@ from posttrain_collators import pack
 from posttrain_data.cache import digest, once, tokenizer_digest
 from posttrain_data.errors import DataError, names
 from posttrain_data.keys import describe_unread
-from posttrain_data.options import Prepared, Report, SFTDataOptions
+from posttrain_data.options import ALL_CUT, Prepared, Report, SFTDataOptions
 from posttrain_data.rendering import Renderer
 from posttrain_data.rows import RAW, Row, RowMaker
 
@@ -30,7 +31,7 @@ logger = logging.getLogger("posttrain")
 BATCH = 256
 STREAM_CHECK = 1000  # rows of a stream after which having no target at all is an error
 STREAM_FIRST = 8  # rows of a stream that are tried before training
-OVERLONG = {"bfd": "truncate", "bfd_split": "split", "wrapped": "wrap"}
+OVERLONG: dict[str, Literal["truncate", "split", "wrap"]] = {"bfd": "truncate", "bfd_split": "split", "wrapped": "wrap"}
 FEATURES = datasets.Features(
     {
         "input_ids": datasets.List(datasets.Value("int32")),
@@ -104,8 +105,8 @@ def prepare_sft(
 
     def load(folder: Path) -> Prepared:
         try:
-            report = json.loads((folder / "report.json").read_text())
-            return Prepared(datasets.load_from_disk(folder / "rows"), Report(**{**report, "name": name}))
+            report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+            return Prepared(datasets.load_from_disk(folder / "rows"), replace(Report(**report), name=name))
         except (OSError, ValueError, KeyError) as error:
             raise DataError(f"the prepared rows in {folder} are damaged ({error}): remove that folder.") from error
 
@@ -113,7 +114,7 @@ def prepare_sft(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """No progress bars for copies that take a moment."""
     shown = not datasets.utils.are_progress_bars_disabled()
     datasets.utils.disable_progress_bars()
@@ -220,20 +221,21 @@ class _Mapped:
         }
 
 
-def _exact_columns(dataset: Any) -> frozenset[str] | bool:
-    if not isinstance(dataset, datasets.Dataset | datasets.IterableDataset):
-        return True
-    return frozenset(
-        column for column, feature in (dataset.features or {}).items() if isinstance(feature, datasets.Json)
-    )
+def _raw_json(dataset: Any) -> tuple[Any, frozenset[str]]:
+    """The data set with its JSON columns as text, and their names."""
+    features = dataset.features or {}
+    columns = [column for column, feature in features.items() if isinstance(feature, datasets.Json)]
+    for column in columns:
+        dataset = dataset.cast_column(column, datasets.Json(decode=False))
+    return dataset, frozenset(columns)
 
 
 def _prepare(dataset: Any, tokenizer: Any, options: SFTDataOptions, name: str, scratch: Path | None) -> Prepared:
     cut = not options.packing or options.packing_strategy == "bfd"
-    maker = RowMaker(tokenizer, options, name, _exact_columns(dataset), cut)
     if not isinstance(dataset, datasets.Dataset):
         dataset = datasets.Dataset.from_dict({RAW: [json.dumps(row, default=_plain) for row in dataset]})
-    dataset = dataset.with_format(None)
+    dataset, exact = _raw_json(dataset.with_format(None))
+    maker = RowMaker(tokenizer, options, name, exact, cut)
     mapped = dataset.map(
         _Mapped(maker),
         batched=True,
@@ -258,9 +260,7 @@ def _prepare(dataset: Any, tokenizer: Any, options: SFTDataOptions, name: str, s
     tally.finish(maker.renderer)
     report = tally.report
     if not kept:
-        raise DataError(
-            f"{name}: no row has a target token, so there is nothing to train: {report.dropped}.{_hint(report)}"
-        )
+        raise DataError(f"{name}: no row has a target token, so there is nothing to train: {_why(report)}")
     if len(kept) < len(mapped):
         mapped = mapped.select(kept)
     lengths = any(value is not None for value in mapped[:1]["seq_lengths"])
@@ -270,10 +270,11 @@ def _prepare(dataset: Any, tokenizer: Any, options: SFTDataOptions, name: str, s
     return Prepared(mapped, report)
 
 
-def _hint(report: Report) -> str:
-    if any("max_length" in reason for reason in report.dropped):
-        return " Raise max_length."
-    return " Are the completions or the assistant turns empty?"
+def _why(report: Report) -> str:
+    reasons = ", ".join(f"{count:,} rows with {reason}" for reason, count in report.dropped.items())
+    if ALL_CUT in report.dropped:
+        return f"{reasons}. Raise max_length."
+    return f"{reasons}. Are the completions or the assistant turns empty?"
 
 
 def _packed(rows: Any, options: SFTDataOptions, report: Report, scratch: Path | None) -> Any:
@@ -358,9 +359,9 @@ class _Stream:
 
     def __init__(self, dataset: Any, tokenizer: Any, options: SFTDataOptions, name: str) -> None:
         cut = not options.packing or options.packing_strategy == "bfd"
-        self.dataset = dataset
+        self.dataset, exact = _raw_json(dataset)
         self.options = options
-        self.maker = RowMaker(tokenizer, options, name, _exact_columns(dataset), cut)
+        self.maker = RowMaker(tokenizer, options, name, exact, cut)
         self.report = Report(name)
         self.tally = _Tally(self.report)
         if options.packing:
@@ -394,7 +395,7 @@ class _Stream:
         report = self.report
         if not report.rows_kept and report.rows_in >= STREAM_CHECK:
             raise DataError(
-                f"{report.name}: none of the first {report.rows_in:,} rows has a target token: {report.dropped}.{_hint(report)}"
+                f"{report.name}: none of the first {report.rows_in:,} rows has a target token: {_why(report)}"
             )
         self.tally.finish(self.maker.renderer)
         kept = [row for row in made if not row.dropped]

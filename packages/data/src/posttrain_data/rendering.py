@@ -238,7 +238,7 @@ class Renderer:
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from None
-        return texts[0], list(spans[0]) if marks else []
+        return texts[0], [(start, stop) for start, stop in spans[0]] if marks else []
 
 
 def _with_arguments(message: Message, arguments: dict[str, Any]) -> Message:

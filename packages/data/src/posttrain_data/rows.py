@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from posttrain_data.errors import DataError
-from posttrain_data.formats import Chat, Text, Tokens, parse_messages, parse_row, strip_none
+from posttrain_data.formats import Chat, Text, Tokens, parse_row, strip_none
 from posttrain_data.keys import KeyWatch
 from posttrain_data.options import ALL_CUT, EMPTY, NO_TARGET, SFTDataOptions
 from posttrain_data.rendering import Encoded, Renderer
@@ -48,13 +48,11 @@ class RowMaker:
         tokenizer: Tokenizer or processor.
         options: See `SFTDataOptions`.
         name: Name of the data set in messages.
-        exact: Columns whose None values are the author's own, not Arrow's; True for all.
+        exact: Columns that come as JSON text, whose None values are the author's own and not Arrow's.
         cut: Whether rows are cut to `max_length` here (packing that splits or wraps cuts later).
     """
 
-    def __init__(
-        self, tokenizer: Any, options: SFTDataOptions, name: str, exact: frozenset[str] | bool, cut: bool
-    ) -> None:
+    def __init__(self, tokenizer: Any, options: SFTDataOptions, name: str, exact: frozenset[str], cut: bool) -> None:
         self.renderer = Renderer(tokenizer)
         self.tokenizer = self.renderer.tokenizer
         self.options = options
@@ -89,9 +87,14 @@ class RowMaker:
             if self.options.assistant_only and not {"assistant_masks", "loss_mask", "labels"} & set(row):
                 raise DataError("assistant_only=True needs a conversation, or 'assistant_masks' beside 'input_ids'.")
             return parsed
-        if isinstance(parsed, Text):
-            return self._text(parsed)
-        return self._chat(parsed)
+        draft = self._text(parsed) if isinstance(parsed, Text) else self._chat(parsed)
+        try:
+            draft.text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"half of a surrogate pair ({draft.text[error.start]!r}), which is no character: remove it."
+            ) from None
+        return draft
 
     def _parse(self, row: Mapping[str, Any]) -> Text | Chat | Tokens:
         if RAW in row:
@@ -103,7 +106,8 @@ class RowMaker:
         return parse_row(row, self.options.text_field, self.roles)
 
     def _formatted(self, row: Mapping[str, Any]) -> Text | Chat:
-        made = self.options.formatting_func(dict(row))  # ty: ignore[call-non-callable]
+        assert self.options.formatting_func is not None
+        made = self.options.formatting_func(dict(row))
         if isinstance(made, str):
             return Text(None, made)
         if isinstance(made, list) and made and isinstance(made[0], Mapping):
@@ -182,9 +186,9 @@ class RowMaker:
     def _encode(self, drafts: Sequence[Draft | Tokens]) -> list[Encoded | None]:
         encoded: list[Encoded | None] = [None] * len(drafts)
         for special in (False, True):
-            places = [n for n, d in enumerate(drafts) if isinstance(d, Draft) and d.add_special is special]
-            texts = [drafts[n].text for n in places]  # ty: ignore[unresolved-attribute]
-            for place, tokens in zip(places, self.renderer.encode_batch(texts, special), strict=True):
+            places = [(n, d) for n, d in enumerate(drafts) if isinstance(d, Draft) and d.add_special is special]
+            texts = [draft.text for _, draft in places]
+            for (place, _), tokens in zip(places, self.renderer.encode_batch(texts, special), strict=True):
                 encoded[place] = tokens
         return encoded
 
@@ -273,6 +277,13 @@ def offset_mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, i
         inside = current < len(spans) and spans[current][0] < max(stop, start + 1)
         mask.append(inside and (stop > start or spans[current][0] <= start))
     return mask
+
+
+def _loads(text: Any, column: str) -> Any:
+    try:
+        return json.loads(text) if isinstance(text, str) else text
+    except json.JSONDecodeError as error:
+        raise DataError(f"column {column!r} holds text that is not JSON: {error}.") from None
 
 
 def _repeated_role(chat: Chat) -> str:

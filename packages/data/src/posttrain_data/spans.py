@@ -1,10 +1,10 @@
 """Which characters of a rendered conversation its assistant turns generated, for any chat template.
 
 Let R be the whole rendering and M its messages. Turn i was generated from what a sampler is given at that point,
-`P = render(M[:i], add_generation_prompt=True)`, so it starts where R leaves P; and it ends with the special tokens that
-close it. Where P is no prefix of R (system text or tools that move, thinking that is shown in one and not in the other),
-both are rendered once more with a marker word in place of the last shared content and compared from the marker on. The
-template itself is the only source: no template is known by name.
+`P = render(M[:i], add_generation_prompt=True)`, so it starts where R leaves P; and it ends with the special tokens
+that close it. Where P is no prefix of R (system text or tools that move, thinking that is shown in one and not in the
+other), both are rendered once more with a marker word in place of the last shared content and compared from the marker
+on. The template itself is the only source: no template is known by name.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Conversation(NamedTuple):
 
 
 def turn_spans(conversation: Conversation, wanted: Sequence[int]) -> list[Span]:
-    """The spans of the assistant messages `wanted`, narrowed by the template's own generation markers where it has them.
+    """The spans of the assistant messages `wanted`, narrowed by the template's own generation markers if it has any.
 
     Raises:
         DataError: When a turn cannot be found in the rendering, because the template rewrites or hides part of it.
@@ -99,7 +99,9 @@ def _start(conversation: Conversation, index: int) -> int:
     ours = conversation.after_probe(conversation.replaced(index - 1), prompt=False)
     if ours is not None and text.endswith(ours):
         role = conversation.messages[index - 1]["role"]
-        for messages in (conversation.replaced(index - 1, index), _short(role)):
+        again = [message for message in conversation.replaced(index - 1, index) if message["role"] != "system"]
+        alternatives = (conversation.replaced(index - 1, index), _short(role), [*conversation.messages, *again])
+        for messages in alternatives:
             theirs = conversation.after_probe(messages, prompt=True)
             if theirs is not None:
                 return len(text) - len(ours) + _shared(conversation.renderer, ours, theirs)
@@ -176,7 +178,7 @@ def _end_probes(conversation: Conversation, index: int) -> list[list[Message]]:
 
 
 def _closings(conversation: Conversation, index: int, probed: list[Message]) -> list[str]:
-    """What may follow an assistant turn: when it is last, before a generation prompt, and in the shortest conversation."""
+    """What may follow an assistant turn: as the last one, before a generation prompt, in the shortest conversation."""
     found = [conversation.after_probe(probed[: index + 1], prompt=False)]
     prompted = conversation.after_probe(probed[: index + 1], prompt=True)
     opening = generation_prompt(conversation.renderer, conversation.tools, conversation.kwargs)
@@ -185,6 +187,9 @@ def _closings(conversation: Conversation, index: int, probed: list[Message]) -> 
     if conversation.messages[-1]["role"] == "assistant":
         last = conversation.replaced(len(conversation.messages) - 1)
         found.append(conversation.after_probe(last, prompt=False))
+    else:
+        answered = [*conversation.messages, {"role": "assistant", "content": PROBE}]
+        found.append(conversation.after_probe(answered, prompt=False))
     short = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
     found.append(conversation.after_probe(short, prompt=False))
     return [closing for closing in found if closing is not None]

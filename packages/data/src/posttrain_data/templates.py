@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain_data.errors import DataError
 from posttrain_data.formats import Message
-from posttrain_data.rendering import PROBE, Renderer
+from posttrain_data.rendering import Renderer
 from posttrain_data.spans import Conversation, turn_spans
 
 
@@ -36,11 +36,11 @@ def terminators(tokenizer: Any) -> list[int]:
     inner = renderer.tokenizer
     found: list[int] = []
     user: Message = {"role": "user", "content": "?"}
-    answer: Message = {"role": "assistant", "content": PROBE}
-    call = {"type": "function", "function": {"name": PROBE, "arguments": {}}}
+    answer: Message = {"role": "assistant", "content": "!"}
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     calling: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    result: Message = {"role": "tool", "content": "?", "name": PROBE}
-    tools = [{"type": "function", "function": {"name": PROBE, "description": "?", "parameters": {}}}]
+    result: Message = {"role": "tool", "content": "?", "name": "f"}
+    tools = [{"type": "function", "function": {"name": "f", "description": "?", "parameters": {}}}]
     for messages, index, given in (
         ([user, answer], 1, None),
         ([user, answer, user, answer], 1, None),
