@@ -67,14 +67,14 @@ def token_scores(
       \log p_t = \ell_t - \log\sum_v e^{\ell_v},\quad
       \mathcal{H} = -\sum_v p_v \log p_v$$
 
-    (without `softcap`, $\ell = z / \text{temperature}$). Logits exist one tile at a time, in the forward and, recomputed,
-    in the backward: beyond inputs, outputs and gradients the peak stays under one twentieth of the full float32 logits
-    at N >= 8,192. `logps` and `entropy` are differentiable in `hidden`, `weight` and `bias`, once.
+    (without `softcap`, $\ell = z / \text{temperature}$). Logits exist one tile at a time, in the forward and, computed
+    again, in the backward: beyond inputs, outputs and gradients the peak stays under one twentieth of the full float32
+    logits at N >= 8,192. `logps` and `entropy` are differentiable in `hidden`, `weight` and `bias`, once.
 
     Logits, softmax and accumulators are float32 (float64 if an input is float64) whatever the inputs' dtype. Products
     read their operands in float32; on CUDA bfloat16 and float16 operands, and float32 ones under autocast, are
-    multiplied in the low precision with float32 results. On other devices autocast has no effect here. Gradients have the
-    dtype of their inputs.
+    multiplied in the low precision with float32 results. On other devices autocast has no effect here. Gradients have
+    the dtype of their inputs.
 
     Args:
         hidden: `(N, H)`.
@@ -123,12 +123,13 @@ def weighted_logp_sum(
     $$\text{total} = \sum_i w_i\, \mathrm{sg}[r(\log p_i)]\, \log p_i$$
 
     where sg stops the gradient and r is `reweight` (1 without). As the sum is linear in the log-probabilities, the
-    gradient of each tile of logits is known as soon as the tile is: with float32 or float64 weights no logit is computed
-    twice, and the backward only scales. With a weight in low precision the gradients are made in the forward from a
-    second pass over tiles, which avoids a float32 copy of the weight's gradient. One call serves one backward.
+    gradient of each tile of logits is known as soon as the tile is: with float32 or float64 products no logit is
+    computed twice, and the backward only scales. With a weight or products in low precision the gradients are made in
+    the forward from a second pass over tiles, which avoids a float32 copy of the weight's gradient. One call serves
+    one backward.
 
-    For masked tokens give weight 0 and any valid target, or leave them out. Everything else, dtypes and memory included,
-    is as in `token_scores`.
+    For masked tokens give weight 0 and any valid target, or leave them out. Everything else, dtypes and memory
+    included, is as in `token_scores`.
 
     Args:
         hidden: `(N, H)`.
@@ -156,12 +157,12 @@ def weighted_logp_sum(
         >>> round(loss.item(), 4), tuple(head.grad.shape)
         (2.0794, (8, 4))
 
-    Source: gradients in the forward as in Hsu et al., "Liger Kernel", arXiv 2410.10989; `reweight=torch.exp` as in Wu et
-        al., "On the Generalization of SFT", arXiv 2508.05629.
+    Source: gradients in the forward as in Hsu et al., "Liger Kernel", arXiv 2410.10989; `reweight=torch.exp` as in
+        Wu et al., "On the Generalization of SFT", arXiv 2508.05629.
     """
     _check(hidden, weight, targets, bias, softcap, scale, temperature)
     if weights.shape != targets.shape:
-        raise ValueError(f"weights has shape {tuple(weights.shape)}; give one weight per target, {tuple(targets.shape)}")
+        raise ValueError(f"weights has shape {tuple(weights.shape)}; give one per target, {tuple(targets.shape)}")
     how = _transform(hidden, weight, bias, softcap, scale, temperature)
     inputs = (hidden, weight, bias)
     needs = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs)
@@ -266,7 +267,9 @@ def _check(
             "flattening batch and time with hidden.flatten(0, -2)"
         )
     if targets.shape != hidden.shape[:1]:
-        raise ValueError(f"targets has shape {tuple(targets.shape)}; give one id per row of hidden, ({hidden.shape[0]},)")
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)}; give one id per row of hidden, {tuple(hidden.shape[:1])}"
+        )
     if targets.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"targets has dtype {targets.dtype}; give int64 token ids, targets.long()")
     if bias is not None and bias.shape != weight.shape[:1]:

@@ -1,15 +1,18 @@
 """The kernels of the fused head: tiles of logits that are made, used and overwritten in place.
 
-Shapes: N tokens, V vocabulary, H hidden. Nothing here depends on the data for its shape, and no tensor has N x V elements.
+Shapes: N tokens, V vocabulary, H hidden. No shape here depends on the data, and no tensor has N x V elements.
 
-Tile rules, from shapes alone. A tile holds at most 1/32 of the full logits where N >= 8,192, at any V:
+Tile rules, from shapes alone. Where N >= 8,192, a tile is at most 1/25 of the full logits at any V:
 
-- token tiles `(rows, V)`, used when gradients are made in one pass: rows = N / 32, at least 256, cut to 160 MB of logits;
+- token tiles `(rows, V)`, used when gradients are made in one pass: rows = N / 25, at least 320, cut to 160 MB;
 - vocabulary tiles `(rows, columns)`, used everywhere else: at most 8,192 rows, and columns for 1/48 of the full logits,
   at least 32 MB, at most 96 MB.
 
-Element-wise work runs over blocks of a tile: about a megabyte on CPU, so that its passes stay in the cache, and 32 MB
-elsewhere when an operation needs a temporary.
+Element-wise work runs over blocks of a tile: about two megabytes on CPU, so that its passes stay in the cache, and
+32 MB elsewhere when an operation needs a temporary.
+
+A tile's gradient is left as `p - onehot`; the factor of each token goes onto the rows of `hidden` and of the result,
+which are far smaller than the tile.
 """
 
 from collections.abc import Callable, Iterator
@@ -80,7 +83,7 @@ def even_step(total: int, limit: int) -> int:
 
 def token_rows(n: int, v: int, itemsize: int) -> int:
     """Rows of a token tile `(rows, V)`."""
-    return even_step(n, min(max(n // 32, 256), 160 * MB // (v * itemsize)))
+    return even_step(n, min(max(n // 25, 320), 160 * MB // (v * itemsize)))
 
 
 def vocab_tile(n: int, v: int, itemsize: int) -> tuple[int, int]:
@@ -94,7 +97,7 @@ def block_rows(tile: Tensor, temporaries: bool) -> int:
     """Rows of a tile that are worked on at a time."""
     rows, columns = tile.shape
     if tile.device.type == "cpu" and not torch.compiler.is_compiling():
-        size = 1 * MB
+        size = 2 * MB
     elif temporaries:
         size = 32 * MB
     else:
@@ -176,7 +179,7 @@ def score(
                 value = torch.where(inside, block.gather(1, column).squeeze(1), picked[r0 + i : r0 + j])
                 pieces.append((value, *exponentiate(block, entropy)))
             del tile, block
-            value, high, mass, heat = (None if p[0] is None else torch.cat(p) for p in zip(*pieces, strict=True))
+            value, high, mass, heat = concatenate(pieces)
             picked[r0:r1] = value
             old = top[r0:r1]
             peak = torch.maximum(old, high)
@@ -186,9 +189,7 @@ def score(
                 energy[r0:r1] = keep * before + add * here
             total[r0:r1] = keep * total[r0:r1] + add * mass
             top[r0:r1] = peak
-    log_total = total.log()
-    # (picked - top) is exact where the target is the argmax, so a sure token gets a log-probability of 0, not round-off.
-    return Scores((picked - top) - log_total, log_total - energy / total if entropy else None, picked >= top, top + log_total)
+    return finish(picked, top, total, energy if entropy else None)
 
 
 def tile_product(hidden: Tensor, part: Tensor, buffer: Tensor) -> Tensor:
@@ -211,19 +212,20 @@ def gradients(
     how: Transform,
 ) -> Gradients:
     """Gradients by recomputing vocabulary tiles: d logp = onehot - p, d entropy = -p (log p + entropy)."""
-    n, v, h = hidden.shape[0], weight.shape[0], hidden.shape[1]
+    (n, h), v = hidden.shape, weight.shape[0]
     new = {"dtype": how.compute, "device": hidden.device}
-    gain = how.slope * (torch.zeros_like(scores.lse) if grad_logps is None else grad_logps)
+    gain = torch.zeros(n, **new) if grad_logps is None else grad_logps * how.slope
     warmth = None if grad_entropy is None else grad_entropy * how.slope
-    offset = gain if warmth is None else gain + warmth * scores.entropy
+    gain, warmth, unit = normalise(gain, warmth, how)
+    tokens = Tokens.of(targets, scores, gain, warmth)
     rows, columns = vocab_tile(n, v, how.compute.itemsize)
-    source, hidden = hidden, hidden.to(how.operand)
+    operand = hidden.to(how.operand)
+    factored = operand if tokens.row is None else (hidden.to(how.compute) * tokens.row).to(how.operand)
     grad_hidden = torch.empty(n, h, **new) if needs[0] else None
     grad_weight = torch.empty_like(weight) if needs[1] else None
     grad_bias = torch.empty_like(bias) if needs[2] else None
     scratch = torch.empty(columns, h, **new) if needs[1] and weight.dtype != how.compute else None
-    buffer = torch.empty(rows * columns if hidden.dtype == how.compute else 0, **new)
-    temporaries = bool(how.softcap) or warmth is not None
+    buffer = torch.empty(rows * columns if how.operand == how.compute else 0, **new)
     for v0, v1 in spans(v, columns):
         part, part_bias = weight[v0:v1].to(how.operand), None if bias is None else bias[v0:v1].to(how.compute)
         column_sum = torch.zeros(v1 - v0, **new) if needs[2] else None
@@ -231,41 +233,85 @@ def gradients(
         if needs[1]:
             part_grad = grad_weight[v0:v1] if scratch is None else scratch[: v1 - v0]
         for r0, r1 in spans(n, rows):
-            tile = tile_product(hidden[r0:r1], part, buffer)
-            for i, j in spans(r1 - r0, block_rows(tile, temporaries)):
-                a, b = r0 + i, r0 + j
-                tokens = (targets[a:b], scores.lse[a:b], gain[a:b], offset[a:b], None if warmth is None else warmth[a:b])
-                to_gradient(tile[i:j], part_bias, tokens, v0, how)
-            if column_sum is not None:
-                column_sum.add_(tile.sum(0))
+            tile = tile_product(operand[r0:r1], part, buffer)
+            for i, j in spans(r1 - r0, block_rows(tile, bool(how.softcap) or warmth is not None)):
+                to_gradient(tile[i:j], part_bias, tokens.slice(r0 + i, r0 + j), v0, how)
+            if needs[2]:
+                column_sum.add_(tile.sum(0) if tokens.row is None else tile.t().mv(tokens.row[r0:r1].squeeze(1)))
             tile = tile.to(how.operand)
             if needs[0]:
                 accumulate(grad_hidden[r0:r1], tile, part, first=v0 == 0)
             if needs[1]:
-                accumulate(part_grad, tile.t(), hidden[r0:r1], first=r0 == 0)
+                accumulate(part_grad, tile.t(), factored[r0:r1], first=r0 == 0)
             del tile
+        if needs[1] and unit is not None:
+            part_grad.mul_(unit)
         if scratch is not None:
             grad_weight[v0:v1] = part_grad
         if needs[2]:
-            grad_bias[v0:v1] = column_sum
-    return Gradients(None if grad_hidden is None else grad_hidden.to(source.dtype), grad_weight, grad_bias)
+            grad_bias[v0:v1] = column_sum if unit is None else column_sum * unit
+    if needs[0]:
+        for factor in (tokens.row, unit):
+            if factor is not None:
+                grad_hidden.mul_(factor)
+        grad_hidden = grad_hidden.to(hidden.dtype)
+    return Gradients(grad_hidden, grad_weight, grad_bias)
 
 
-def to_gradient(block: Tensor, bias: Tensor | None, tokens: tuple, start: int, how: Transform) -> None:
-    """Raw products to the gradient of the raw products, in place."""
-    targets, lse, gain, offset, warmth = tokens
+class Tokens(NamedTuple):
+    """What a tile's gradient needs of each token: `(N,)`, and `(N, 1)` for the three factors."""
+
+    targets: Tensor
+    lse: Tensor
+    row: Tensor | None  # factor left off the tile; None with an entropy gradient, which has no common factor
+    gain: Tensor
+    offset: Tensor | None
+    warmth: Tensor | None
+
+    @classmethod
+    def of(cls, targets: Tensor, scores: Scores, gain: Tensor, warmth: Tensor | None) -> "Tokens":
+        """From the gradients of log-probabilities and entropies."""
+        if warmth is None:
+            return cls(targets, scores.lse, -gain.unsqueeze(1), gain, None, None)
+        offset = gain + warmth * scores.entropy
+        return cls(targets, scores.lse, None, gain, offset.unsqueeze(1), warmth.unsqueeze(1))
+
+    def slice(self, start: int, stop: int) -> "Tokens":
+        """Tokens start to stop."""
+        return Tokens(*(None if x is None else x[start:stop] for x in self))
+
+
+def normalise(gain: Tensor, warmth: Tensor | None, how: Transform) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """For low-precision products, factors of at most 1 and their unit: one over a token count leaves float16's range."""
+    if how.operand == how.compute:
+        return gain, warmth, None
+    unit = gain.abs().amax() if warmth is None else torch.maximum(gain.abs().amax(), warmth.abs().amax())
+    unit = torch.where(unit > 0, unit, 1)
+    return gain / unit, None if warmth is None else warmth / unit, unit
+
+
+def to_gradient(block: Tensor, bias: Tensor | None, tokens: Tokens, start: int, how: Transform) -> None:
+    """Raw products to their gradient in place, but for `tokens.row` and constants."""
     curve = to_logits(block, bias, how, curve=True)
-    block.sub_(lse.unsqueeze(1))
-    if warmth is None:
-        block.exp_().mul_(-offset.unsqueeze(1))
+    block.sub_(tokens.lse.unsqueeze(1))
+    if tokens.warmth is None:
+        block.exp_()
+        add_at_target(block, tokens.targets, start, -torch.ones_like(tokens.gain))
     else:
-        shape = block.clamp_min(FLOOR).mul_(-warmth.unsqueeze(1)).sub_(offset.unsqueeze(1))
+        shape = block.clamp_min(FLOOR).mul_(-tokens.warmth).sub_(tokens.offset)
         block.exp_().mul_(shape)
-    column, inside = pick(block, targets, start)
-    # A gather and a scatter of distinct columns stay deterministic on every device, unlike scatter_add.
-    block.scatter_(1, column, block.gather(1, column) + (gain * inside).unsqueeze(1))
+        add_at_target(block, tokens.targets, start, tokens.gain)
     if curve is not None:
         block.mul_(curve)
+
+
+def add_at_target(block: Tensor, targets: Tensor, start: int, value: Tensor) -> None:
+    """Adds to each row's target column, if the block has it.
+
+    A gather and a scatter of one column a row stay deterministic on every device, unlike scatter_add.
+    """
+    column, inside = pick(block, targets, start)
+    block.scatter_(1, column, block.gather(1, column) + torch.where(inside, value, 0).unsqueeze(1))
 
 
 def score_with_gradients(
@@ -280,53 +326,67 @@ def score_with_gradients(
 ) -> tuple[Scores, Tensor, Gradients]:
     """Scores, the factor of each log-probability, and gradients of the sum, in one pass over token tiles.
 
-    For operands in the compute dtype alone. `weigh(logps, start, stop)` gives the factors of tokens start to stop.
+    For a weight in the compute dtype alone. `weigh(logps, start, stop)` gives the factors of tokens start to stop.
     """
     (n, h), v = hidden.shape, weight.shape[0]
     new = {"dtype": how.compute, "device": hidden.device}
     rows = token_rows(n, v, how.compute.itemsize)
     buffer = torch.empty(rows, v, **new)
-    source, hidden = hidden, hidden.to(how.compute)
+    operand = hidden.to(how.compute)
+    shift = None if bias is None else bias.to(how.compute)
     grad_hidden = torch.empty(n, h, **new) if needs[0] else None
     grad_weight = torch.empty(v, h, **new) if needs[1] else None
     grad_bias = torch.zeros(v, **new) if needs[2] else None
-    bias = None if bias is None else bias.to(how.compute)
     pieces = []
     for r0, r1 in spans(n, rows):
-        tile = product(hidden[r0:r1], weight.t(), buffer[: r1 - r0])
-        for i, j in spans(r1 - r0, block_rows(tile, entropy or bool(how.softcap))):
-            a, b = r0 + i, r0 + j
-            pieces.append(block_with_gradient(tile[i:j], bias, targets[a:b], lambda x, a=a, b=b: weigh(x, a, b), how, entropy))
+        tile = product(operand[r0:r1], weight.t(), buffer[: r1 - r0])
+        blocks = spans(r1 - r0, block_rows(tile, entropy or bool(how.softcap)))
+        parts = [score_block(tile[i:j], shift, targets[r0 + i : r0 + j], how, entropy) for i, j in blocks]
+        scores, total = merge(parts)
+        factors = weigh(scores.logps, r0, r1)
+        pieces.append((*scores, factors))
+        row = (factors * (-how.slope) / total).unsqueeze(1)
         if needs[0]:
             accumulate(grad_hidden[r0:r1], tile, weight, first=True)
+            grad_hidden[r0:r1].mul_(row)
         if needs[1]:
-            accumulate(grad_weight, tile.t(), hidden[r0:r1], first=r0 == 0)
+            accumulate(grad_weight, tile.t(), operand[r0:r1] * row, first=r0 == 0)
         if needs[2]:
-            grad_bias.add_(tile.sum(0))
-    logps, heat, top1, lse, factors = (None if p[0] is None else torch.cat(p) for p in zip(*pieces, strict=True))
-    grads = Gradients(
-        None if grad_hidden is None else grad_hidden.to(source.dtype),
-        grad_weight,
-        None if grad_bias is None else grad_bias,
-    )
-    return Scores(logps, heat, top1, lse), factors, grads
+            grad_bias.add_(tile.t().mv(row.squeeze(1)))
+    *scores, factors = concatenate(pieces)
+    grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
+    grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+    return Scores(*scores), factors, Gradients(grad_hidden, grad_weight, grad_bias)
 
 
-def block_with_gradient(
-    block: Tensor, bias: Tensor | None, targets: Tensor, weigh: Callable[[Tensor], Tensor], how: Transform, entropy: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-    """Raw products to the gradient of the weighted sum in place; returns logps, entropy, top1, lse and factors."""
+def score_block(
+    block: Tensor, bias: Tensor | None, targets: Tensor, how: Transform, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Raw products of all V to `sum(e) (p - onehot)` in place; returns target logit, max, sum of e and of e log e."""
     curve = to_logits(block, bias, how, curve=True)
     column, inside = pick(block, targets, 0)
     picked = torch.where(inside, block.gather(1, column).squeeze(1), float("nan"))
     top, total, energy = exponentiate(block, entropy)
-    log_total = total.log()
-    logps = (picked - top) - log_total
-    factors = weigh(logps)
-    gain = factors * how.slope
-    block.mul_((-gain / total).unsqueeze(1))
-    block.scatter_(1, column, block.gather(1, column) + (gain * inside).unsqueeze(1))
+    add_at_target(block, targets, 0, -total)
     if curve is not None:
         block.mul_(curve)
-    heat = None if energy is None else log_total - energy / total
-    return logps, heat, picked >= top, top + log_total, factors
+    return picked, top, total, energy
+
+
+def merge(parts: list[tuple]) -> tuple[Scores, Tensor]:
+    """Scores and sums of exp of the rows of all blocks."""
+    picked, top, total, energy = concatenate(parts)
+    return finish(picked, top, total, energy), total
+
+
+def finish(picked: Tensor, top: Tensor, total: Tensor, energy: Tensor | None) -> Scores:
+    """Scores from a target's logit and the row's max, sum of e = exp(x - max) and sum of e (x - max)."""
+    log_total = total.log()
+    # picked - top is exactly 0 where the target is the argmax: a sure token's log-probability has no round-off.
+    logps = (picked - top) - log_total
+    return Scores(logps, None if energy is None else log_total - energy / total, picked >= top, top + log_total)
+
+
+def concatenate(pieces: list[tuple]) -> tuple:
+    """Field by field; a field that is None stays None."""
+    return tuple(None if field[0] is None else torch.cat(field) for field in zip(*pieces, strict=True))
