@@ -57,7 +57,7 @@ QWEN3 = (
     "{%- else %}{{- '<|im_start|>assistant\n' + content }}{%- endif %}"
     "{%- for c in m.tool_calls or [] %}"
     "{%- if c.function %}{%- set c = c.function %}{%- endif %}"
-    "{{- '\n<tool_call>\n{\"name\": \"' + c.name + '\", \"arguments\": ' }}"
+    '{{- \'\n<tool_call>\n{"name": "\' + c.name + \'", "arguments": \' }}'
     "{%- if c.arguments is string %}{{- c.arguments }}{%- else %}{{- c.arguments | tojson }}{%- endif %}"
     "{{- '}\n</tool_call>' }}{%- endfor %}"
     "{{- '<|im_end|>\n' }}"
@@ -220,7 +220,9 @@ def test_completion_only_and_last_agree(base, family):
 
 
 @pytest.mark.parametrize("family", ["chatml", "llama3", "mistral", "gemma", "marked", "trim", "phi3"])
-@pytest.mark.parametrize("content", ["", "x", " \n lots of space \t\n", "日本語 🧑‍🚀\u0301", "assistant\n", "a" * 20_000, "Qz"])
+@pytest.mark.parametrize(
+    "content", ["", "x", " \n lots of space \t\n", "日本語 🧑‍🚀\u0301", "assistant\n", "a" * 20_000, "Qz"]
+)
 def test_odd_contents(base, family, content):
     tokenizer = made(base, family)
     messages = [*copy.deepcopy(SAY[:3]), {"role": "assistant", "content": content}]
@@ -305,7 +307,7 @@ def test_template_without_special_tokens(base):
 
 def test_tool_calls(base):
     tokenizer = made(base, "qwen3")
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": [1, None], "c": "é\"x"}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": [1, None], "c": 'é"x'}}}
     text_call = copy.deepcopy(call)
     text_call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     rows = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -281,7 +282,10 @@ def offset_mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, i
 
 def _loads(text: Any, column: str) -> Any:
     try:
-        return json.loads(text) if isinstance(text, str) else text
+        value = json.loads(text) if isinstance(text, str) else text
+        if isinstance(value, str) and value[:1] in ("[", "{") and re.search(r"\d{19}", value):
+            value = json.loads(value)  # datasets encodes JSON text again where its own parser finds an integer too big
+        return value
     except json.JSONDecodeError as error:
         raise DataError(f"column {column!r} holds text that is not JSON: {error}.") from None
 

@@ -80,9 +80,10 @@ def load_rows(
         DataError: Naming file and line for damaged files; for empty sources, unknown columns and wrong weights.
 
     Example:
+        >>> import tempfile
         >>> from pathlib import Path
         >>> from posttrain_data import load_rows
-        >>> folder = Path(getfixture("tmp_path"))
+        >>> folder = Path(tempfile.mkdtemp())
         >>> _ = (folder / "rows.jsonl").write_text('{"text": "one"}\\n{"text": "two"}\\n')
         >>> rows, held_out = load_rows(folder / "rows.jsonl", cache_dir=str(folder / "cache"))
         >>> rows["text"][:], held_out

@@ -88,10 +88,11 @@ def clone_chat_template(model: Any, tokenizer: Any, source: str | Path, resize_t
         DataError: When the source has no chat template, or its template is not valid.
 
     Example:
+        >>> import tempfile
         >>> from pathlib import Path
         >>> from posttrain_data import clone_chat_template, tiny_tokenizer
         >>> tokenizer = tiny_tokenizer()
-        >>> file = Path(getfixture("tmp_path")) / "plain.jinja"
+        >>> file = Path(tempfile.mkdtemp()) / "plain.jinja"
         >>> _ = file.write_text("{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}")
         >>> clone_chat_template(None, tokenizer, file)
         []
