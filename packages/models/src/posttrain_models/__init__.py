@@ -5,6 +5,7 @@ from posttrain_models.layout import Layout, choose_layout
 from posttrain_models.loading import load_model, load_tokenizer
 from posttrain_models.options import LoadOptions, LoraOptions
 from posttrain_models.scorer import ModelSum, score_tokens, weighted_logp_sum
+from posttrain_models.sketch import sketch_model
 from posttrain_models.tiny import tiny_model
 from posttrain_models.unwrap import unwrap
 
@@ -18,6 +19,7 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "score_tokens",
+    "sketch_model",
     "tiny_model",
     "unwrap",
     "weighted_logp_sum",

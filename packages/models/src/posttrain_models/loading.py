@@ -200,7 +200,7 @@ def _load_base(name: str, arguments: dict[str, Any], dtype_chosen: bool) -> PreT
     chosen = {key: arguments[key] for key in ("revision", "trust_remote_code")}
     try:
         config = arguments.pop("config", None) or AutoConfig.from_pretrained(name, **chosen)
-        loader = _model_class(config)
+        loader = model_class(config)
         model, info = loader.from_pretrained(name, config=config, output_loading_info=True, **arguments)
     except Exception as error:  # safetensors, JSON and hub errors of many kinds, none of which names the folder
         raise ValueError(f"model {name} cannot be loaded: {type(error).__name__}: {error}") from error
@@ -213,7 +213,7 @@ def _load_base(name: str, arguments: dict[str, Any], dtype_chosen: bool) -> PreT
     return model.train()
 
 
-def _model_class(config: Any) -> Any:
+def model_class(config: Any) -> Any:
     """The class named in the checkpoint, when it is one of transformers' with a language-model head."""
     named = (getattr(config, "architectures", None) or [None])[0]
     cls = getattr(transformers, named, None) if named else None

@@ -2,7 +2,14 @@
 
 from posttrain_trainer.callbacks import BEMACallback
 from posttrain_trainer.config import TrainingConfig
-from posttrain_trainer.facade import inner_tokenizer, resolve_args, resolve_model, resolve_tokenizer
+from posttrain_trainer.describe import describe_batches, describe_memory, dtype_bytes, mark_targets
+from posttrain_trainer.facade import (
+    inner_tokenizer,
+    resolve_args,
+    resolve_model,
+    resolve_tokenizer,
+    show_messages,
+)
 from posttrain_trainer.method import Anchor, Method
 from posttrain_trainer.plan import ShapePlan, resolve_shapes
 from posttrain_trainer.sources import MapSource, StreamSource
@@ -17,9 +24,14 @@ __all__ = [
     "StreamSource",
     "Trainer",
     "TrainingConfig",
+    "describe_batches",
+    "describe_memory",
+    "dtype_bytes",
     "inner_tokenizer",
+    "mark_targets",
     "resolve_args",
     "resolve_model",
     "resolve_shapes",
     "resolve_tokenizer",
+    "show_messages",
 ]

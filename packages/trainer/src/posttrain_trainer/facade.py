@@ -32,6 +32,7 @@ def resolve_args(args: TrainingArguments | None, config_class: type, model: Any,
         >>> resolve_args(None, TrainingConfig, "Qwen/Qwen3-0.6B", "SFT").output_dir
         'Qwen3-0.6B-SFT'
     """
+    show_messages()
     if isinstance(args, config_class):
         return args
     if args is None:
@@ -41,6 +42,25 @@ def resolve_args(args: TrainingArguments | None, config_class: type, model: Any,
     known = {item.name for item in fields(config_class) if item.init}
     given = {item.name: getattr(args, item.name) for item in fields(args) if item.init and item.name in known}
     return config_class(**given)
+
+
+def show_messages() -> None:
+    """Let the packages' one-line messages appear on stderr, on the first rank, unless logging is set up already.
+
+    Example:
+        >>> from posttrain_trainer import show_messages
+        >>> show_messages()
+    """
+    if logging.root.handlers or int(os.environ.get("RANK", "0")):
+        return
+    for name in ("posttrain", "posttrain_data", "posttrain_models", "posttrain_trainer"):
+        channel = logging.getLogger(name)
+        if not channel.handlers:
+            handler = logging.StreamHandler()
+            handler.setFormatter(logging.Formatter("%(message)s"))
+            channel.addHandler(handler)
+            channel.setLevel(logging.INFO)
+            channel.propagate = False
 
 
 def model_name(model: Any) -> str:

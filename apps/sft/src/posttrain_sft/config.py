@@ -1,0 +1,141 @@
+"""Options of supervised fine-tuning."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from posttrain_trainer import TrainingConfig
+
+LOSS_TYPES = ("nll", "dft")
+
+
+@dataclass
+class SFTConfig(TrainingConfig):
+    """Options of `SFTTrainer`: those of supervised fine-tuning, and every option of `transformers.TrainingArguments`.
+
+    Example:
+        >>> config = SFTConfig("runs/sft", max_length=512, packing=True)
+        >>> config.learning_rate, config.loss_type, config.pad_to_multiple_of
+        (2e-05, 'nll', 'auto')
+
+    Raises:
+        ValueError: an option has a value that cannot be meant; the message names the option and what to write.
+    """
+
+    learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate of the optimiser."})
+
+    # Model
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Arguments of `from_pretrained` (a mapping or its JSON), for a model given by name."},
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run model or tokenizer code that a repository brings along."}
+    )
+    router_aux_loss_coef: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight of a mixture of experts' load-balancing loss; none takes the model's own, 0 turns it off."
+        },
+    )
+    chat_template_path: str | None = field(
+        default=None,
+        metadata={"help": "A Jinja file, or a model folder or name, whose chat template (and its tokens) to use."},
+    )
+    eos_token: str | None = field(
+        default=None, metadata={"help": "Token that ends text rows and turns; none takes the tokenizer's."}
+    )
+
+    # Data
+    dataset_text_field: str = field(default="text", metadata={"help": "Column that holds the text of plain-text rows."})
+    dataset_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": 'Only {"skip_prepare_dataset": true}: the rows are tokenised already, take them as they are.'
+        },
+    )
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the rows."})
+    max_length: int | None = field(
+        default=1024,
+        metadata={"help": "Longest row in tokens; longer ones are cut. With packing, the length of a packed row."},
+    )
+    truncation_mode: Literal["keep_start", "keep_end"] = field(
+        default="keep_start", metadata={"help": "Which end of a row that is too long to keep."}
+    )
+    shuffle_dataset: bool = field(default=False, metadata={"help": "Shuffle the rows once, before packing."})
+    completion_only_loss: bool | None = field(
+        default=None,
+        metadata={"help": "Train on completions alone; none means yes for prompt-completion rows, no for others."},
+    )
+    assistant_only_loss: bool = field(
+        default=False, metadata={"help": "Train on what the assistant says, in any chat template."}
+    )
+    train_on: Literal["all", "last"] = field(
+        default="all", metadata={"help": "With assistant_only_loss: every assistant turn, or the last one alone."}
+    )
+
+    # Batches
+    packing: bool = field(
+        default=False, metadata={"help": "Put several rows into one of max_length tokens; they never see each other."}
+    )
+    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = field(
+        default="bfd",
+        metadata={
+            "help": "bfd: best fit, over-long rows cut; bfd_split: split instead; wrapped: joined and cut anywhere."
+        },
+    )
+    eval_packing: bool | None = field(default=None, metadata={"help": "Pack evaluation rows; none: as packing says."})
+    padding_free: bool | None = field(
+        default=None,
+        metadata={"help": "Compute no padding token; none does so wherever the model honours sequence boundaries."},
+    )
+
+    # Loss
+    loss_type: Literal["nll", "dft"] = field(
+        default="nll",
+        metadata={"help": "nll: cross-entropy; dft: dynamic fine-tuning, each token weighed by its own probability."},
+    )
+    pad_token: str | None = field(default=None, metadata={"help": "Refused: set `pad_token` on the tokenizer instead."})
+
+    def __post_init__(self):
+        """Refuse what cannot be meant, before anything is loaded."""
+        super().__post_init__()
+        self.model_init_kwargs = _mapping("model_init_kwargs", self.model_init_kwargs)
+        self.dataset_kwargs = _mapping("dataset_kwargs", self.dataset_kwargs)
+        unknown = set(self.dataset_kwargs or {}) - {"skip_prepare_dataset"}
+        if unknown:
+            raise ValueError(f"dataset_kwargs has {sorted(unknown)}; only 'skip_prepare_dataset' is understood.")
+        if self.loss_type == "chunked_nll":
+            raise ValueError("loss_type='chunked_nll' is now simply 'nll': the head never keeps full logits.")
+        for name, allowed in (
+            ("loss_type", LOSS_TYPES),
+            ("packing_strategy", ("bfd", "bfd_split", "wrapped")),
+            ("truncation_mode", ("keep_start", "keep_end")),
+            ("train_on", ("all", "last")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
+        if self.pad_token is not None:
+            raise ValueError("pad_token is not an option: set `tokenizer.pad_token` and pass it as processing_class.")
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"max_length must be at least 2 tokens, or none for no limit; got {self.max_length}.")
+        if (self.packing or self.eval_packing) and self.max_length is None:
+            raise ValueError("packing needs max_length: the length of a packed row in tokens.")
+        if self.train_on == "last" and not self.assistant_only_loss:
+            raise ValueError("train_on='last' chooses among assistant turns: set assistant_only_loss=True too.")
+        if self.router_aux_loss_coef is not None and self.router_aux_loss_coef < 0:
+            raise ValueError(f"router_aux_loss_coef must not be negative; got {self.router_aux_loss_coef}.")
+        if self.label_smoothing_factor:
+            raise ValueError("label_smoothing_factor is not offered: it needs the full logits of every token.")
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any] | None:
+    """An option that is a mapping, or the JSON of one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name}={value!r} is not JSON: {error}. Write a mapping in braces.") from None
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{name} must be a mapping; got {value!r}.")
+    return value

@@ -1,0 +1,55 @@
+"""What `posttrain plan sft ...` prints: the resolved run, without running it."""
+
+from itertools import islice
+
+from posttrain_data import DatasetOptions, load_datasets, prepare_sft, tiny_tokenizer
+from posttrain_models import LoadOptions, LoraOptions, apply_lora, sketch_model, tiny_model
+from posttrain_trainer import (
+    describe_batches,
+    describe_memory,
+    dtype_bytes,
+    inner_tokenizer,
+    mark_targets,
+    resolve_tokenizer,
+    show_messages,
+)
+
+from posttrain_sft.config import SFTConfig
+from posttrain_sft.demo import rows as demo_rows
+from posttrain_sft.trainer import data_options, plan_shapes
+
+
+def main(config: SFTConfig, model: LoadOptions, lora: LoraOptions, data: DatasetOptions, *, world_size: int) -> int:
+    """Print the batch arithmetic, the shapes, the memory, and three rows with their targets marked.
+
+    Args:
+        config: Options of the method and of training.
+        model: The model; only its configuration and tokenizer are read.
+        lora: The adapter, if one is trained.
+        data: The rows, which are prepared as for training.
+        world_size: Processes of the run.
+
+    Returns:
+        The exit code.
+    """
+    show_messages()
+    if model.model_name_or_path is None and not data.given:
+        tokenizer, rows = tiny_tokenizer(), demo_rows()
+        whole = cut = tiny_model("llama", vocab_size=len(tokenizer))
+    else:
+        tokenizer = inner_tokenizer(resolve_tokenizer(model, config, None))
+        rows, _ = load_datasets(data, evaluate=False, seed=config.seed)
+        whole, cut = sketch_model(model)
+    prepared, report = prepare_sft(rows, tokenizer, data_options(config))
+    if lora.use_peft:
+        whole = apply_lora(whole, lora)
+    first = list(islice(iter(prepared), 3))
+    print(report)
+    print(describe_batches(config, world_size, len(prepared) if hasattr(prepared, "__len__") else None))
+    print(plan_shapes(cut, config, prepared))
+    trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
+    print(describe_memory(sum(p.numel() for p in whole.parameters()), trained, dtype_bytes(model.dtype)))
+    for number, row in enumerate(first, 1):
+        print(f"\nrow {number}: {len(row['input_ids'])} tokens, targets between guillemets")
+        print(mark_targets(tokenizer, row))
+    return 0

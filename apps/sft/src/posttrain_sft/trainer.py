@@ -1,0 +1,247 @@
+"""`SFTTrainer`: rows in, a fine-tuned model out."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from posttrain_collators import TokenCollator
+from posttrain_data import SFTDataOptions, clone_chat_template, prepare_sft, terminators
+from posttrain_devices import device_spec
+from posttrain_models import choose_layout, unwrap
+from posttrain_trainer import (
+    ShapePlan,
+    Trainer,
+    inner_tokenizer,
+    resolve_args,
+    resolve_model,
+    resolve_shapes,
+    resolve_tokenizer,
+)
+
+from posttrain_sft.config import SFTConfig
+from posttrain_sft.method import SFT
+
+logger = logging.getLogger("posttrain")
+
+
+class SFTTrainer(Trainer):
+    """Supervised fine-tuning of a language model.
+
+    Args:
+        model: A name or path, `LoadOptions`, or a model (a `PeftModel` trains the adapter it has).
+        args: An `SFTConfig`; plain `TrainingArguments` and None take the defaults for the rest.
+        data_collator: Makes a `TokenBatch` of prepared rows; by default one that follows the shape plan.
+        train_dataset: Rows: a `datasets` data set, map-style or streaming, or a list of dicts. `prepare_sft`
+            names the formats.
+        eval_dataset: Rows to evaluate on, or several sets of them by name.
+        processing_class: The tokenizer or processor; by default the model's own.
+        compute_loss_func: Refused: write a method (docs/custom-method.md).
+        compute_metrics: Called with `EvalPrediction`; needs full logits, so evaluation costs a second forward.
+        callbacks: Callbacks of transformers.
+        optimizers: An optimiser and a scheduler, made beforehand.
+        optimizer_cls_and_kwargs: The optimiser's class and arguments.
+        preprocess_logits_for_metrics: Reduces logits before they are gathered for `compute_metrics`.
+        quantization_config: How to quantise a model given by name.
+        peft_config: A configuration of peft, or `LoraOptions`: train an adapter.
+        formatting_func: Makes a row's text, or its messages.
+
+    Raises:
+        ValueError: For what cannot be trained, before weights are loaded, naming argument, row or column.
+
+    Example:
+        >>> from posttrain_data import tiny_tokenizer
+        >>> from posttrain_models import tiny_model
+        >>> tokenizer = tiny_tokenizer()
+        >>> trainer = SFTTrainer(
+        ...     model=tiny_model("llama", vocab_size=len(tokenizer)),
+        ...     args=SFTConfig(str(getfixture("tmp_path")), max_steps=1, report_to="none", use_cpu=True),
+        ...     train_dataset=[{"text": "one two three"}],
+        ...     processing_class=tokenizer,
+        ... )
+        >>> trainer.train().global_step
+        1
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        data_collator: Callable | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Callable | None = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        optimizer_cls_and_kwargs: tuple | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable | None = None,
+    ):
+        args = resolve_args(args, SFTConfig, model, "SFT")
+        if compute_loss_func is not None:
+            raise ValueError("compute_loss_func is not offered: write a method, see docs/custom-method.md.")
+        if train_dataset is None:
+            raise ValueError("train_dataset is missing: pass a data set or a list of rows.")
+        if compute_metrics is not None and _eval_packing(args):
+            raise ValueError("compute_metrics needs rows as they are: set eval_packing=False.")
+        processing_class = resolve_tokenizer(model, args, processing_class)
+        tokenizer = inner_tokenizer(processing_class)
+        if args.chat_template_path is not None:
+            clone_chat_template(None, tokenizer, args.chat_template_path)
+        self._data_options = data_options(args, formatting_func)
+        self._skip_preparation = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
+        if args.shuffle_dataset:
+            train_dataset = _shuffled(train_dataset, args.seed)
+        train_dataset = self._prepared(train_dataset, processing_class, self._data_options, "train")
+        eval_dataset = self._prepared_eval(eval_dataset, processing_class, args)
+
+        model = resolve_model(model, args, quantization_config=quantization_config, peft_config=peft_config)
+        _fit_to_tokenizer(unwrap(model), tokenizer)
+        plan = plan_shapes(model, args, train_dataset, eval_dataset)
+        logger.info(str(plan))
+        super().__init__(
+            model=model,
+            method=SFT(dft=args.loss_type == "dft", router_aux_loss_coef=_router_coefficient(unwrap(model), args)),
+            args=args,
+            data_collator=data_collator or TokenCollator(plan.padding(tokenizer.pad_token_id)),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            shape_plan=plan,
+        )
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict:
+        """Evaluate on the data set of the constructor, or on other rows, which are prepared in the same way."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self._prepared_eval(eval_dataset, self.processing_class, self.args)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> Any:
+        """Logits, labels and metrics of rows, which are prepared as evaluation rows are."""
+        rows = self._prepared_eval(test_dataset, self.processing_class, self.args)
+        return super().predict(rows, ignore_keys, metric_key_prefix)
+
+    def _prepared(self, dataset: Any, processing_class: Any, options: SFTDataOptions, name: str) -> Any:
+        if self._skip_preparation:
+            return dataset
+        prepared = prepare_sft(dataset, processing_class, options, name=name)
+        logger.info(str(prepared.report))
+        return prepared.dataset
+
+    def _prepared_eval(self, dataset: Any, processing_class: Any, args: SFTConfig) -> Any:
+        if dataset is None:
+            return None
+        options = replace(self._data_options, packing=_eval_packing(args))
+        if isinstance(dataset, dict):
+            return {
+                name: self._prepared(rows, processing_class, options, f"eval {name}") for name, rows in dataset.items()
+            }
+        return self._prepared(dataset, processing_class, options, "eval")
+
+
+def data_options(args: SFTConfig, formatting_func: Callable | None = None) -> SFTDataOptions:
+    """How the rows of a run are prepared."""
+    return SFTDataOptions(
+        max_length=args.max_length,
+        truncation_mode=args.truncation_mode,
+        completion_only=args.completion_only_loss,
+        assistant_only=args.assistant_only_loss,
+        train_on=args.train_on,
+        text_field=args.dataset_text_field,
+        packing=args.packing,
+        packing_strategy=args.packing_strategy,
+        num_proc=args.dataset_num_proc,
+        formatting_func=formatting_func,
+    )
+
+
+def _eval_packing(args: SFTConfig) -> bool:
+    return args.packing if args.eval_packing is None else args.eval_packing
+
+
+def _shuffled(dataset: Any, seed: int) -> Any:
+    if isinstance(dataset, list | tuple):
+        import random
+
+        return random.Random(seed).sample(list(dataset), len(dataset))
+    return dataset.shuffle(seed=seed)
+
+
+def _fit_to_tokenizer(model: Any, tokenizer: Any) -> None:
+    """Room for every token, and every way that a turn may end known to `generate`."""
+    needed = max(tokenizer.get_vocab().values()) + 1
+    if needed > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(needed, pad_to_multiple_of=64)
+    ends = terminators(tokenizer)
+    for config in (model.config, getattr(model, "generation_config", None)):
+        if config is not None:
+            config.pad_token_id = tokenizer.pad_token_id
+    model.config.eos_token_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0]
+    if getattr(model, "generation_config", None) is not None:
+        before = model.generation_config.eos_token_id
+        known = before if isinstance(before, list) else [] if before is None else [before]
+        every = list(dict.fromkeys([*ends, *known]))
+        model.generation_config.eos_token_id = every if len(every) > 1 else every[0]
+
+
+def _router_coefficient(model: Any, args: SFTConfig) -> float:
+    config = model.config.get_text_config()
+    own = getattr(config, "router_aux_loss_coef", None)
+    if own is None:
+        if args.router_aux_loss_coef:
+            raise ValueError(f"router_aux_loss_coef is for mixtures of experts; {type(model).__name__} is none.")
+        return 0.0
+    coefficient = own if args.router_aux_loss_coef is None else args.router_aux_loss_coef
+    config.output_router_logits = coefficient > 0
+    return coefficient
+
+
+def plan_shapes(model: Any, args: SFTConfig, *datasets: Any) -> ShapePlan:
+    """The layout and widths of a run on prepared data sets, remembered on the model.
+
+    Args:
+        model: The model; its layout is probed.
+        args: The options.
+        datasets: Prepared rows, sets of them by name, or None; their lengths decide the widths.
+
+    Raises:
+        ValueError: Options contradict each other, or the model cannot do what they ask.
+    """
+    spec = device_spec(args.device)
+    wanted = {None: "auto", True: "packed", False: "padded"}[args.padding_free]
+    if args.packing and args.padding_free is False and not spec.static_shapes:
+        raise ValueError("packing=True keeps rows apart by computing no padding: leave padding_free=False out.")
+    if args.max_shapes is not None and args.padding_free is None and not args.packing:
+        wanted = "padded"
+    return resolve_shapes(
+        max_length=args.max_length,
+        batch_size=args.per_device_train_batch_size,
+        packing=args.packing,
+        padding_free=bool(args.padding_free),
+        pad_to_multiple_of=args.pad_to_multiple_of,
+        max_shapes=args.max_shapes,
+        layout=choose_layout(model, wanted, static_shapes=spec.static_shapes),
+        spec=spec,
+        lengths=_lengths(*datasets),
+    )
+
+
+def _lengths(*datasets: Any) -> list[int] | None:
+    lengths: list[int] = []
+    for dataset in datasets:
+        for rows in dataset.values() if isinstance(dataset, dict) else [dataset]:
+            if rows is None:
+                continue
+            if not hasattr(rows, "__len__"):
+                return None
+            lengths += [len(row) for row in rows["input_ids"]]
+    return lengths
