@@ -62,3 +62,13 @@ class SFT:
             sums["aux_loss"] = self.router_aux_loss_coef * result.aux_loss
             metrics["aux_loss"] = Mean.of(result.aux_loss)
         return sums, metrics
+
+    def predict(self, model: torch.nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Full logits `(B, T, V)` and labels `(B, T)` (-100 where nothing is a target), for `compute_metrics` alone."""
+        logits = model(
+            input_ids=batch.input_ids,
+            attention_mask=(batch.segment_ids > 0).long(),
+            position_ids=batch.position_ids,
+            use_cache=False,
+        ).logits
+        return logits, torch.where(batch.loss_mask, batch.input_ids, -100)

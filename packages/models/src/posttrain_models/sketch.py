@@ -17,7 +17,7 @@ from posttrain_models.options import LoadOptions
 def sketch_model(options: LoadOptions) -> tuple[nn.Module, nn.Module]:
     """The model that options name, without weights: whole on the meta device, and cut short on the CPU.
 
-    The cut has random weights, a layer of each kind that the model has, and a small vocabulary, so that its layout can be
+    The cut has random weights, a layer of each kind that the model has, and few token ids: its layout can be
     probed in a moment.
 
     Args:
