@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from posttrain_losses import Metric
 
 Number = float | torch.Tensor
 
@@ -28,32 +29,6 @@ class Anchor(NamedTuple):
     """
 
     batch: Any
-
-
-@runtime_checkable
-class Metric(Protocol):
-    """A value that merges: over micro-batches, steps and ranks, in any grouping.
-
-    `posttrain_losses.Mean`, `Min`, `Max` and `Std` are metrics.
-
-    Attributes:
-        state: A 1-D tensor of fixed length from which `from_state` rebuilds the metric.
-    """
-
-    state: torch.Tensor
-
-    @classmethod
-    def from_state(cls, state: torch.Tensor) -> "Metric":
-        """The metric that has this state."""
-        ...
-
-    def __add__(self, other: Any) -> Any:
-        """The metric of both sides' values; associative."""
-        ...
-
-    def compute(self) -> float:
-        """The number to log."""
-        ...
 
 
 @runtime_checkable

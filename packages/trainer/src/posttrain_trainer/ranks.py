@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object, reduce
-
-from posttrain_trainer.method import Metric
+from posttrain_losses import Metric
 
 Packed = dict[str, tuple[type, list[float]]]
 
@@ -63,12 +62,22 @@ class Ranks:
                 raise ValueError(f"method.count returned the new key {key!r}, at first there were {self._keys}: "
                                  "return the same keys for every batch")  # fmt: skip
         values = [counts.get(key, 0.0) for key in self._keys]
-        dtype = torch.float64 if self.device.type in ("cpu", "cuda") else torch.float32
+        dtype = precise(self.device)
         if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values):
             stacked = torch.stack([torch.as_tensor(value, dtype=dtype, device=self.device) for value in values])
         else:
             stacked = torch.tensor([float(value) for value in values], dtype=dtype).to(self.device)
         return dict(zip(self._keys, self.total(stacked).unbind(), strict=True))
+
+
+def precise(device: torch.device) -> torch.dtype:
+    """The widest floating type of a device."""
+    return torch.float64 if device.type in ("cpu", "cuda", "xpu") else torch.float32
+
+
+def placed(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
+    """The same metrics with their states on a device, so that adding to them does not wait for it."""
+    return {name: type(metric).from_state(metric.state.to(device, precise(device))) for name, metric in metrics.items()}
 
 
 def merge(left: Mapping[str, Metric], right: Mapping[str, Metric]) -> dict[str, Metric]:
