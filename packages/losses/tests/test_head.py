@@ -88,7 +88,7 @@ def test_weighted_sum_equals_the_full_logits(reweight, bias, options, entropy, t
 
 
 def test_tiles_do_not_change_the_result(monkeypatch):
-    leaves, targets, weights, _ = inputs(130, 700, 16)
+    leaves, targets, weights, _ = inputs(13, 70, 16)
 
     def run():
         scores = token_scores(*leaves, targets, entropy=True)
@@ -97,7 +97,7 @@ def test_tiles_do_not_change_the_result(monkeypatch):
         return [*scores[:2], total, *grads]
 
     whole = run()
-    for rows, columns in ((1, 1), (64, 64), (50, 333), (130, 699)):
+    for rows, columns in ((1, 1), (8, 8), (5, 33), (13, 69)):
         monkeypatch.setattr(tiles, "token_rows", lambda n, v, size, r=rows: r)
         monkeypatch.setattr(tiles, "vocab_tile", lambda n, v, size, r=rows, c=columns: (r, c))
         close(run(), whole)
@@ -253,12 +253,13 @@ def test_checkpointing_recomputes_to_the_same_gradients():
 def test_second_backward_and_second_order_are_errors():
     (hidden, weight), targets, g, _ = inputs(4, 9, 3)
     total = weighted_logp_sum(hidden, weight, targets, g).total
-    total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="one backward"):
+    once = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
+    close(torch.autograd.grad(2 * total, (hidden, weight), retain_graph=False), [2 * x for x in once])
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
         total.backward()
     logps = token_scores(hidden, weight, targets).logps
     (grad,) = torch.autograd.grad(logps.sum(), hidden, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="does not require grad"):
         grad.sum().backward()
 
 

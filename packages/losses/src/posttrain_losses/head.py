@@ -125,8 +125,7 @@ def weighted_logp_sum(
     where sg stops the gradient and r is `reweight` (1 without). As the sum is linear in the log-probabilities, the
     gradient of each tile of logits is known as soon as the tile is: with float32 or float64 products no logit is
     computed twice, and the backward only scales. With a weight or products in low precision the gradients are made in
-    the forward from a second pass over tiles, which avoids a float32 copy of the weight's gradient. One call serves
-    one backward.
+    the forward from a second pass over tiles, which avoids a float32 copy of the weight's gradient.
 
     For masked tokens give weight 0 and any valid target, or leave them out. Everything else, dtypes and memory
     included, is as in `token_scores`.
@@ -146,7 +145,7 @@ def weighted_logp_sum(
 
     Raises:
         ValueError: on shapes that do not fit, non-integer targets, or constants out of range.
-        RuntimeError: on a second backward through one result.
+        RuntimeError: on a second backward when the first did not retain the graph.
 
     Example:
         >>> import torch
@@ -232,9 +231,11 @@ class _WeightedSum(torch.autograd.Function):
             return (None,) * 9
         if ctx.grads is None:
             raise RuntimeError(
-                "weighted_logp_sum keeps its head gradients for one backward: call it again before the second, "
-                "or use token_scores"
+                "the head gradients of this weighted_logp_sum were used by its first backward: "
+                "give that one retain_graph=True"
             )
+        if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+            return (*(None if g is None else g * grad_total for g in ctx.grads), *(None,) * 6)
         # Scaled in place and let go, so that autograd can adopt them as .grad without a copy.
         grads, ctx.grads = ctx.grads, None
         return (*(None if g is None else g.mul_(grad_total) for g in grads), *(None,) * 6)

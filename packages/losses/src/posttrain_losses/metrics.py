@@ -10,9 +10,9 @@ class Metric:
     """A statistic of values seen so far, immutable; `a + b` is the statistic of the values of both.
 
     `state` is all there is to a metric: a 1-D tensor of a length fixed per class. Gather the states of all ranks,
-    rebuild each with `from_state`, and add. It is float64 where the device has it, else float32 (MPS, Neuron), and stays
-    on the device of the values until `compute` reads it, so that building and adding never wait for the device. Added
-    across devices, the sum is on the CPU.
+    rebuild each with `from_state`, and add. It is float64 where the device has it, else float32 (MPS, Neuron), and
+    stays on the device of the values until `compute` reads it, so that building and adding never wait for the device.
+    Added across devices, the sum is on the CPU.
 
     Example:
         >>> Mean.from_state(Mean.of(2.0).state) + Mean.of(4.0)

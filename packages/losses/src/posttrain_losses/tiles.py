@@ -76,9 +76,9 @@ def spans(total: int, step: int) -> Iterator[tuple[int, int]]:
 def even_step(total: int, limit: int) -> int:
     """The step of at most `limit` that cuts `total` into equal spans, rounded up to a multiple of ALIGN."""
     limit = limit // ALIGN * ALIGN if limit >= ALIGN else max(limit, 1)
-    pieces = -(-total // limit)
+    pieces = max(-(-total // limit), 1)
     step = -(-total // pieces)
-    return min(limit, -(-step // ALIGN) * ALIGN, total)
+    return max(min(limit, -(-step // ALIGN) * ALIGN, total), 1)
 
 
 def token_rows(n: int, v: int, itemsize: int) -> int:
@@ -213,6 +213,9 @@ def gradients(
 ) -> Gradients:
     """Gradients by recomputing vocabulary tiles: d logp = onehot - p, d entropy = -p (log p + entropy)."""
     (n, h), v = hidden.shape, weight.shape[0]
+    if n == 0:
+        inputs = (hidden, weight, bias)
+        return Gradients(*(torch.zeros_like(x) if need else None for x, need in zip(inputs, needs, strict=True)))
     new = {"dtype": how.compute, "device": hidden.device}
     gain = torch.zeros(n, **new) if grad_logps is None else grad_logps * how.slope
     warmth = None if grad_entropy is None else grad_entropy * how.slope
@@ -250,12 +253,18 @@ def gradients(
             grad_weight[v0:v1] = part_grad
         if needs[2]:
             grad_bias[v0:v1] = column_sum if unit is None else column_sum * unit
-    if needs[0]:
-        for factor in (tokens.row, unit):
-            if factor is not None:
-                grad_hidden.mul_(factor)
-        grad_hidden = grad_hidden.to(hidden.dtype)
-    return Gradients(grad_hidden, grad_weight, grad_bias)
+    return Gradients(scaled(grad_hidden, tokens.row, unit, hidden.dtype), grad_weight, grad_bias)
+
+
+def scaled(grad: Tensor | None, *factors_and_dtype: Tensor | torch.dtype | None) -> Tensor | None:
+    """`grad` times factors in place, each of which may be None, then in the dtype."""
+    *factors, dtype = factors_and_dtype
+    if grad is None:
+        return None
+    for factor in factors:
+        if factor is not None:
+            grad.mul_(factor)
+    return grad.to(dtype)
 
 
 class Tokens(NamedTuple):
@@ -282,7 +291,10 @@ class Tokens(NamedTuple):
 
 
 def normalise(gain: Tensor, warmth: Tensor | None, how: Transform) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """For low-precision products, factors of at most 1 and their unit: one over a token count leaves float16's range."""
+    """For low-precision products, factors of at most 1 and their unit.
+
+    A factor of one over a token count would leave float16's range.
+    """
     if how.operand == how.compute:
         return gain, warmth, None
     unit = gain.abs().amax() if warmth is None else torch.maximum(gain.abs().amax(), warmth.abs().amax())
