@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from workspace import Member, outer_environment, select, uv
+from workspace import Member, outer_environment, output, select, uv
 
 INI = """[pytest]
 addopts = --import-mode=importlib --strict-markers -m "not slow" -p no:cacheprovider
@@ -33,6 +32,7 @@ def check(member: Member, scratch: Path, options: argparse.Namespace) -> str | N
     elsewhere = scratch / "elsewhere"
     # A copy, so that neither the workspace's configuration nor its conftest.py takes part.
     shutil.copytree(member.folder / "tests", elsewhere / "tests")
+    shutil.copy(member.folder / "README.md", elsewhere)
     (elsewhere / "pytest.ini").write_text(INI)
     resolution = ["--resolution", "lowest-direct"] if options.lowest else []
     # A wheel, not an editable install: what users get is what is tested.
@@ -45,11 +45,10 @@ def check(member: Member, scratch: Path, options: argparse.Namespace) -> str | N
         "tests": [str(python), "-m", "pytest", "-q", "-x", "tests"],
     }
     environment = {**outer_environment(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     for name, command in steps.items():
-        done = subprocess.run(command, cwd=elsewhere, env=environment, text=True, **streams)
-        if done.returncode:
-            return f"{name}: {' '.join(command)}\n{done.stdout[-6000:]}"
+        code, said = output(command, cwd=elsewhere, env=environment)
+        if code:
+            return f"{name}: {' '.join(command)}\n{said[-6000:]}"
     return None
 
 

@@ -6,11 +6,10 @@ uv run python tools/wheels.py [--out dist]
 from __future__ import annotations
 
 import argparse
-import subprocess
 import tempfile
 from pathlib import Path
 
-from workspace import ROOT, members, outer_environment, run, uv
+from workspace import ROOT, members, outer_environment, output, run, uv
 
 
 def contents_problems(wheel: Path) -> list[str]:
@@ -46,10 +45,9 @@ def main() -> None:
         run(install, cwd=scratch, env=environment)
         for member in everyone:
             code = f"import {member.module} as m; [getattr(m, name) for name in m.__all__]; print(m.__file__)"
-            streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
-            where = subprocess.run([str(python), "-c", code], cwd=scratch, env=environment, text=True, **streams)
-            if where.returncode or not where.stdout.strip().startswith(scratch):
-                raise SystemExit(f"wheels: {member.name} does not import from its wheel: {where.stdout}")
+            failed, said = output([str(python), "-c", code], cwd=Path(scratch), env=environment)
+            if failed or not said.strip().splitlines()[-1].startswith(scratch):
+                raise SystemExit(f"wheels: {member.name} does not import from its wheel: {said}")
         run([uv(), "pip", "check", "--quiet", "--python", str(python)], cwd=scratch, env=environment)
     print(f"{len(everyone)} wheels and sdists built at {version}, installed alone, imported")
 

@@ -87,3 +87,17 @@ def run(command: list[str], **options) -> None:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, **options)
     if done.returncode:
         raise SystemExit(f"failed ({done.returncode}): {' '.join(command)}")
+
+
+def output(command: list[str], cwd: Path, env: dict[str, str]) -> tuple[int, str]:
+    """Run `command` without standard input; return its exit code and all that it printed."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout
