@@ -152,7 +152,7 @@ def command(app):
         },
         run="demo_app.train:main",
         table=app / "demo_app" / "options.json",
-        replaced={"max_seq_length": "is called --max_length here"},
+        replaced={"max_seq_length": "is called --max_length here", "extra_9": "leave it out"},
     )
     if not TABLE:  # the live classes are the same for every test
         TABLE.update(make_table(made.groups))

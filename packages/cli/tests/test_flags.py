@@ -79,6 +79,7 @@ def test_values(command, words, expected):
         (["-m", "x"], "unknown flag -m"),
         (["--confg", "x"], "unknown flag --confg; did you mean --config?"),
         (["--max_seq_length", "8"], "--max_seq_length: is called --max_length here"),
+        (["--extra_9", "1"], "--extra_9: leave it out"),
         (["--no_max_steps"], "unknown flag --no_max_steps; did you mean --max_steps?"),
         (["--learning_rate"], "--learning_rate needs a value: --learning_rate NUMBER"),
         (["--learning_rate", "--bf16"], "--learning_rate needs a value: --learning_rate NUMBER"),
@@ -153,6 +154,7 @@ def test_main_answers_with_exit_codes_and_one_line(command, capsys):
     assert command.main(["--model", "m"]) == 0
     assert capsys.readouterr().out == "2e-05 m []\n"
     assert command.main(["--max_steps", "7"]) == 7
+    assert command.main(["--help"]) == 0
     capsys.readouterr()
     assert command.main(["--sed", "1"], prog="posttrain demo") == 2
     out, err = capsys.readouterr()

@@ -54,8 +54,8 @@ class Command:
         plan: The function that describes the run instead, called with the same configs and `world_size=`.
         launcher: The dataclass of the launcher's flags, which are parsed with the others but not passed to `run`.
         table: The JSON file of the options that the app ships; made by `python -m posttrain_cli`.
-        replaced: A name that other libraries use -> a sentence that says what to write instead; flags and YAML keys of
-            that name are errors with this sentence.
+        replaced: A name that other libraries use, or a field that is not to be set -> what to write instead; flags and
+            YAML keys of that name are errors with this text.
         basics: The inherited options that `--help` shows; `--help-all` shows every one.
 
     Example:
@@ -90,8 +90,9 @@ class Command:
 
     @cached_property
     def options(self) -> dict[str, Option]:
-        """The option table, by name."""
-        return load_table(self.name, self.groups, self.table)
+        """The option table, by name, without what is replaced."""
+        table = load_table(self.name, self.groups, self.table)
+        return {name: option for name, option in table.items() if name not in self.replaced}
 
     def parse(self, argv: Sequence[str], prog: str | None = None) -> "Parsed":
         """Read a command line and the YAML file it names; imports neither the configs nor what they need.
@@ -184,9 +185,13 @@ def construct(spec: dict[str, Any], value: Any) -> Any:
 
 
 def guarded(action: Callable[[], int], prog: str) -> int:
-    """Run a command's action; a `CommandError` becomes a line on stderr and exit code 2."""
+    """Run a command's action and return its exit code: 0 after a help, 2 and a line on stderr for a `CommandError`."""
     try:
         return action()
+    except SystemExit as stop:
+        if stop.code:
+            raise
+        return 0
     except CommandError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2

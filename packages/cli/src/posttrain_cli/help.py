@@ -10,6 +10,7 @@ from posttrain_cli.table import Option
 from posttrain_cli.values import metavar
 
 INDENT = 28
+LONG = 110  # characters; a longer sentence ends at its first semicolon in the short help
 
 
 def render(
@@ -69,9 +70,9 @@ def _option(option: Option, width: int, full: bool) -> list[str]:
 
 
 def _first_sentence(text: str) -> str:
-    for end in (". ", "; "):
-        text = text.partition(end)[0]
-    return textwrap.shorten(text.rstrip("."), 160, placeholder=" ...")
+    text = text.partition(". ")[0].rstrip(".")
+    text = text if len(text) <= LONG else text.partition("; ")[0]
+    return textwrap.shorten(text, 160, placeholder=" ...")
 
 
 def _show(default: Any) -> str:

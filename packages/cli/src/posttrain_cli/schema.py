@@ -163,7 +163,8 @@ def make_options(configs: Mapping[str, str]) -> list[dict[str, Any]]:
     for group, path in configs.items():
         cls = load(path)
         home = cls.__module__.partition(".")[0]
-        for option in describe(cls):
+        # A config's own fields come before those of its bases.
+        for option in sorted(describe(cls), key=lambda option: option["package"] != home):
             name = option["name"]
             if name in RESERVED:
                 raise ValueError(f"{path}.{name}: a field cannot have this name, which the command line uses itself")

@@ -48,11 +48,13 @@ def make_table(configs: Mapping[str, str]) -> dict[str, Any]:
     from posttrain_cli.schema import make_options, packages_of
 
     owners = metadata.packages_distributions()
-    found = {owners[package][0] for package in packages_of(configs) if package in owners}
+    # An editable install does not list its packages; its distribution has the package's name.
+    found = {owners.get(package, [package.replace("_", "-")])[0] for package in packages_of(configs)}
+    versions = {distribution: version for distribution in sorted(found) if (version := _version(distribution))}
     return {
         "format": FORMAT,
         "configs": dict(configs),
-        "versions": {distribution: _version(distribution) for distribution in sorted(found)},
+        "versions": versions,
         "options": make_options(configs),
     }
 
