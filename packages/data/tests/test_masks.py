@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (templates read better in long lines)
 """Masks from the rendering of any template: templates here imitate families of models, none is known to the package."""
 
 import copy
@@ -277,6 +278,22 @@ def test_what_the_generation_prompt_writes_is_no_target(base):
     assert option.dataset[0] == both.dataset[0]
 
 
+def test_a_generation_prompt_that_opens_thinking(base):
+    """Earlier turns have no thinking, the last one starts inside the block that the prompt has opened."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% set content = m['content'] %}"
+        "{% if m['role'] == 'assistant' and '</think>' in content %}"
+        "{% if loop.last %}{{ '<think>\n' }}{% set content = content.split('<think>')[-1].lstrip() %}"
+        "{% else %}{% set content = content.split('</think>')[-1].lstrip() %}{% endif %}{% endif %}"
+        "{{ content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    )
+    tokenizer = made(base, "", template)
+    messages = [*SAY[:3], {"role": "assistant", "content": "<think>\nHm\n</think>\n\nYes"}]
+    row = prepared(tokenizer, [{"messages": messages}]).dataset[0]
+    assert masked(tokenizer, row) == [SAY[1]["content"] + IM, "Hm\n</think>\n\nYes" + IM]
+
+
 def test_rewritten_content_refuses_the_row(base):
     tokenizer = made(base, "", CHATML.replace("m['content']", "m['content'] | upper"))
     with pytest.raises(DataError, match=r"row 0: messages\[1\].*hides or rewrites the content"):
@@ -372,7 +389,7 @@ def test_slow_tokenizers_get_the_same_masks(base):
         def __getattr__(self, name):
             return getattr(self.inner, name)
 
-        def __call__(self, texts, add_special_tokens=True):
+        def __call__(self, texts, add_special_tokens=True, verbose=True):
             return self.inner(texts, add_special_tokens=add_special_tokens)
 
     for family in FAMILIES:

@@ -83,6 +83,17 @@ def test_packing_cuts_over_long_rows_by_choice():
     assert counts["bfd"][0] + counts["bfd"][1] == whole and counts["bfd"][1] > 0
 
 
+@pytest.mark.parametrize("strategy", ["bfd_split", "wrapped"])
+def test_packed_rows_without_a_target_are_left_out(strategy):
+    rows = [{"prompt": "q" * 200, "completion": "a"}]
+    options = {"packing": True, "packing_strategy": strategy, "max_length": 20, "assistant_only": False}
+    result = prepared(rows, **options)
+    assert len(result.dataset) == result.report.packed_rows == 1 and result.report.target_tokens == 2
+    assert "without a target" in str(result.report)
+    stream = prepared(datasets.Dataset.from_list(rows).to_iterable_dataset(), **options)
+    assert list(stream.dataset) == list(result.dataset)
+
+
 def test_packing_after_dropping_rows(tmp_path):
     rows = [{"text": ""}, *({"text": f"some text {n}"} for n in range(9)), {"text": ""}]
     for where in (False, tmp_path):

@@ -178,7 +178,13 @@ def test_mixtures_of_different_formats(tmp_path):
     assert (
         len(joined) == 14 and joined["prompt"][0] == "0" and joined["prompt"][12] == [{"role": "user", "content": "1"}]
     )
+    picked = DatasetSpec(str(pairs), columns={"completion": "completion", "prompt": "prompt"})
+    with pytest.raises(DataError, match="row 0: column 'completion' is an empty list"):
+        tokens(read(picked, tmp_path, streaming=True)[0])
+    with pytest.raises(DataError, match="no column 'x'"):
+        read(DatasetSpec(str(pairs), columns=["x"]), tmp_path, streaming=True)
     stream, _ = read(specs, tmp_path, streaming=True)
+    assert all(row in singles[0] + singles[1] + singles[2] for row in tokens(stream))
     first = [row["instruction"] for row in stream]
     assert first == [row["instruction"] for row in read(specs, tmp_path, streaming=True)[0]]
     with pytest.raises(DataError, match="has no weight"):

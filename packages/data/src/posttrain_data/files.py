@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,21 @@ def read_files(paths: list[Path], cache_dir: str | None = None) -> datasets.Data
         raise DataError(f"{paths[0]}: {error.__cause__ or error}") from error
 
 
-def stream_files(paths: list[Path]) -> datasets.IterableDataset:
-    """The rows of local files, read and checked while they are used."""
+def stream_files(paths: list[Path], columns: Mapping[str, str] | None = None) -> datasets.IterableDataset:
+    """The rows of local files, read and checked while they are used; `columns` chooses and renames as `{new: old}`.
+
+    Nested values stream as JSON text, and each row has its exact text in one more column, which preparation reads.
+    """
     if any(path.suffix.lower() == ".parquet" for path in paths):
-        return datasets.load_dataset("parquet", data_files=[str(path) for path in paths], split="train", streaming=True)
-    return datasets.IterableDataset.from_generator(_stream, gen_kwargs={"paths": [str(path) for path in paths]})
+        rows = datasets.load_dataset("parquet", data_files=[str(path) for path in paths], split="train", streaming=True)
+        if columns is None:
+            return rows
+        rows = rows.select_columns(list(dict.fromkeys(columns.values())))
+        return rows.rename_columns({old: new for new, old in columns.items() if old != new})
+    chosen = None if columns is None else dict(columns)
+    return datasets.IterableDataset.from_generator(
+        _stream, gen_kwargs={"paths": [str(path) for path in paths], "columns": chosen}
+    )
 
 
 def _generate(
@@ -74,10 +84,13 @@ def _generate(
             yield {column: as_json(row.get(column)) if nested else row.get(column) for column, nested in columns}
 
 
-def _stream(paths: list[str]) -> Iterator[dict[str, Any]]:
+def _stream(paths: list[str], columns: Mapping[str, str] | None) -> Iterator[dict[str, Any]]:
     for path in paths:
         for _, row in read_rows(Path(path)):
-            yield {RAW: json.dumps(row), **row}
+            if columns is not None:
+                row = {new: row.get(old) for new, old in columns.items()}
+            plain = {key: as_json(value) if isinstance(value, list | dict) else value for key, value in row.items()}
+            yield {RAW: json.dumps(row), **plain}
 
 
 def as_json(value: Any) -> str | None:

@@ -38,7 +38,7 @@ class KeyWatch:
                     continue
                 if key == "tool_calls" or (key in REASONING and facts.strings & set(REASONING)):
                     continue
-                if key in facts.strings or facts.reads_any_key:
+                if key in facts.strings or facts.dumps or facts.walks:
                     tried = self.tries[name] = self.tries.get(name, 0) + 1
                     if tried <= TRIES and self._changes(messages, index, key, tools, kwargs, text):
                         self.read.add(name)

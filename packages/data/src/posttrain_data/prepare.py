@@ -88,7 +88,7 @@ def prepare_sft(
     options = options or SFTDataOptions()
     _check_type(dataset, name)
     if isinstance(dataset, datasets.IterableDataset):
-        return _Stream(dataset, tokenizer, options, name).prepared()
+        return _Stream(tokenizer, options, name).prepared(dataset)
     if not len(dataset):
         raise DataError(f"{name}: the data set is empty: give at least one row.")
     if cache_dir is False:
@@ -286,23 +286,32 @@ def _packed(rows: Any, options: SFTDataOptions, report: Report, scratch: Path | 
     ).astype(np.int64)
     packing = pack(lengths.tolist(), options.max_length, overlong=OVERLONG[options.packing_strategy])
     source = _Columns(table)
+    starts = source.starts()
     generated = datasets.Dataset.from_list if scratch is None else None
     features = datasets.Features({key: FEATURES[key] for key in ("input_ids", "loss_mask", "seq_lengths")})
     report.cut_tokens += packing.cut
-    tally = {"targets": 0}
+    report.packed_rows, report.capacity, report.tokens, report.target_tokens = 0, options.max_length, 0, 0
+    empty = 0
 
     def bins() -> Iterator[dict[str, Any]]:
+        nonlocal empty
         for pieces in packing.bins:
-            row = _join(source, pieces)
-            tally["targets"] += int(row["loss_mask"].sum())
+            row = _join(source, starts, pieces)
+            targets = int(row["loss_mask"].sum())
+            if not targets:
+                empty += 1
+                continue
+            report.packed_rows = (report.packed_rows or 0) + 1
+            report.tokens += len(row["input_ids"])
+            report.target_tokens += targets
             yield row
 
     if generated is not None:
         packed = generated([{key: value.tolist() for key, value in row.items()} for row in bins()], features=features)
     else:
         packed = _write(bins(), features, scratch)  # ty: ignore[invalid-argument-type]
-    report.packed_rows, report.capacity = len(packing.bins), options.max_length
-    report.tokens, report.target_tokens = packing.kept, tally["targets"]
+    if empty:
+        report.notes.append(f"{empty:,} packed rows hold pieces of rows without a target, and are left out")
     return packed
 
 
@@ -326,8 +335,7 @@ class _Columns:
         return values[at + start : at + stop]
 
 
-def _join(source: _Columns, pieces: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    starts = source.starts()
+def _join(source: _Columns, starts: np.ndarray, pieces: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
     ids, masks = [], []
     for row, start, stop in pieces:
         chunk = int(np.searchsorted(starts, row, side="right")) - 1
@@ -357,33 +365,33 @@ def _write(rows: Iterator[dict[str, Any]], features: datasets.Features, folder: 
 class _Stream:
     """Prepares a stream as it is read; its counters grow in the process that reads."""
 
-    def __init__(self, dataset: Any, tokenizer: Any, options: SFTDataOptions, name: str) -> None:
-        cut = not options.packing or options.packing_strategy == "bfd"
-        self.dataset, exact = _raw_json(dataset)
+    def __init__(self, tokenizer: Any, options: SFTDataOptions, name: str) -> None:
+        self.tokenizer = tokenizer
         self.options = options
-        self.maker = RowMaker(tokenizer, options, name, exact, cut)
         self.report = Report(name)
         self.tally = _Tally(self.report)
         if options.packing:
             self.report.packed_rows, self.report.capacity = 0, options.max_length
 
-    def prepared(self) -> Prepared:
-        first = list(islice(iter(self.dataset), STREAM_FIRST))
+    def prepared(self, dataset: Any) -> Prepared:
+        dataset, exact = _raw_json(dataset)
+        first = list(islice(iter(dataset), STREAM_FIRST))
         if not first:
             raise DataError(f"{self.report.name}: the data set is empty: give at least one row.")
+        cut = not self.options.packing or self.options.packing_strategy == "bfd"
+        self.maker = RowMaker(self.tokenizer, self.options, self.report.name, exact, cut)
         self.maker(first, range(len(first)))
-        columns = list(self.dataset.column_names or dict.fromkeys(key for row in first for key in row))
-        packed = self.options.packing and not any(row.get("seq_lengths") for row in first)
-        lengths = packed or any(row.get("seq_lengths") for row in first)
-        keys = ("input_ids", "loss_mask", "seq_lengths") if lengths else ("input_ids", "loss_mask")
-        self.packed, self.keys = packed, keys
-        mapped = self.dataset.map(
+        ready = any(row.get("seq_lengths") for row in first)
+        self.packed = self.options.packing and not ready
+        lengths = ("seq_lengths",) if ready or self.packed else ()
+        self.keys = ("input_ids", "loss_mask", *lengths)
+        mapped = dataset.map(
             self._batch,
             batched=True,
-            batch_size=STREAM_CHECK if packed else BATCH,
+            batch_size=STREAM_CHECK if self.packed else BATCH,
             with_indices=True,
-            remove_columns=columns,
-            features=datasets.Features({key: FEATURES[key] for key in keys}),
+            remove_columns=list(dataset.column_names or dict.fromkeys(key for row in first for key in row)),
+            features=datasets.Features({key: FEATURES[key] for key in self.keys}),
         )
         return Prepared(mapped, self.report)
 
@@ -409,10 +417,12 @@ class _Stream:
         packing = pack(lengths, self.options.max_length, overlong=OVERLONG[self.options.packing_strategy])
         made: dict[str, list[Any]] = {"input_ids": [], "loss_mask": [], "seq_lengths": []}
         for pieces in packing.bins:
+            if not any(any(kept[row].loss_mask[start + 1 : stop]) for row, start, stop in pieces):
+                continue
             made["input_ids"].append([t for row, start, stop in pieces for t in kept[row].input_ids[start:stop]])
             masks = [[False, *kept[row].loss_mask[start + 1 : stop]] for row, start, stop in pieces]
             made["loss_mask"].append([target for mask in masks for target in mask])
             made["seq_lengths"].append([stop - start for _, start, stop in pieces])
         assert self.report.packed_rows is not None
-        self.report.packed_rows += len(packing.bins)
+        self.report.packed_rows += len(made["input_ids"])
         return made

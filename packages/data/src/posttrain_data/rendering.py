@@ -28,13 +28,15 @@ class TemplateFacts(NamedTuple):
     Attributes:
         strings: Every attribute, constant key and string literal in it.
         variables: Variables that it expects from outside.
-        reads_any_key: It walks over or dumps whole messages, so that every key may be read.
+        dumps: It writes whole messages, so that every key is read.
+        walks: It walks over the keys of something, so that any key may be read.
         marked: It has generation markers.
     """
 
     strings: frozenset[str]
     variables: frozenset[str]
-    reads_any_key: bool
+    dumps: bool
+    walks: bool
     marked: bool
 
 
@@ -67,7 +69,7 @@ def template_facts(template: str) -> TemplateFacts:
     )
     variables = jinja2.meta.find_undeclared_variables(tree)
     marked = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
-    return TemplateFacts(frozenset(strings), frozenset(variables), bool(walked) or dumped, marked)
+    return TemplateFacts(frozenset(strings), frozenset(variables), dumped, bool(walked), marked)
 
 
 class Encoded(NamedTuple):
@@ -154,10 +156,14 @@ class Renderer:
         if not texts:
             return []
         if not self.tokenizer.is_fast:
-            batch = self.tokenizer(texts, add_special_tokens=add_special_tokens)
+            batch = self.tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)
             return [Encoded(list(ids), None) for ids in batch["input_ids"]]
         batch = self.tokenizer(
-            texts, add_special_tokens=add_special_tokens, return_offsets_mapping=True, return_attention_mask=False
+            texts,
+            add_special_tokens=add_special_tokens,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
         )
         return [Encoded(ids, spans) for ids, spans in zip(batch["input_ids"], batch["offset_mapping"], strict=True)]
 
@@ -197,7 +203,7 @@ class Renderer:
             self._parts[template] = self._wants_parts(template)
         adapted = []
         for message in messages:
-            if "tool_calls" in message and "tool_calls" not in facts.strings and not facts.reads_any_key:
+            if "tool_calls" in message and "tool_calls" not in facts.strings and not facts.dumps:
                 message = _calls_as_content(message)
             if message.get("content") is None:
                 message = {**message, "content": ""}
@@ -228,7 +234,7 @@ class Renderer:
         template: str,
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[messages],
                 tools=tools,
                 chat_template=template,
@@ -238,7 +244,8 @@ class Renderer:
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise DataError(f"the chat template refuses the conversation: {error}") from None
-        return texts[0], [(start, stop) for start, stop in spans[0]] if marks else []
+        texts, spans = rendered
+        return texts[0], list(spans[0]) if marks else []
 
 
 def _with_arguments(message: Message, arguments: dict[str, Any]) -> Message:

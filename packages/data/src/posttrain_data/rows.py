@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -98,10 +99,14 @@ class RowMaker:
         return draft
 
     def _parse(self, row: Mapping[str, Any]) -> Text | Chat | Tokens:
-        if RAW in row:
+        if row.get(RAW) is not None:
             row = json.loads(row[RAW])
-        elif self.exact is not True:
-            row = {key: value if self.exact and key in self.exact else strip_none(value) for key, value in row.items()}
+        else:
+            row = {
+                key: _loads(value, key) if key in self.exact else strip_none(value)
+                for key, value in row.items()
+                if key != RAW
+            }
         if self.options.formatting_func is not None and "input_ids" not in row:
             return self._formatted(row)
         return parse_row(row, self.options.text_field, self.roles)
@@ -178,7 +183,7 @@ class RowMaker:
         if chat.tools and "tools" not in facts.variables:
             notes.add("the chat template does not show tools: rows have them, the model will not see them")
         calls = any("tool_calls" in message for message in chat.messages)
-        if calls and "tool_calls" not in facts.strings and not facts.reads_any_key:
+        if calls and "tool_calls" not in facts.strings and not facts.dumps:
             notes.add("the chat template has no tool calls: they are written as JSON in the content")
         return notes
 
@@ -270,13 +275,12 @@ def offset_mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, i
     A token across the border between prompt and completion is a target: the sampler is given the prompt's own tokens
     and must produce the rest, so leaving it out would leave generated characters untrained.
     """
-    mask = []
-    current = 0
-    for start, stop in offsets:
-        while current < len(spans) and spans[current][1] <= start:
-            current += 1
-        inside = current < len(spans) and spans[current][0] < max(stop, start + 1)
-        mask.append(inside and (stop > start or spans[current][0] <= start))
+    mask = [False] * len(offsets)
+    starts = [start for start, _ in offsets]
+    stops = [stop for _, stop in offsets]
+    for start, stop in spans:
+        first, last = bisect_right(stops, start), bisect_left(starts, stop)
+        mask[first:last] = [True] * (last - first)
     return mask
 
 

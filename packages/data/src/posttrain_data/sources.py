@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 
 from posttrain_data.errors import DataError, names, nearest
 from posttrain_data.files import SUFFIXES, as_json, data_files, read_files, stream_files
+from posttrain_data.rows import RAW
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,7 @@ def load_rows(
         raise DataError(
             f"data set {specs[weighted.index(False)].path!r} has no weight, others have: give all a weight."
         )
-    sources = [_columns(_load(one, streaming, cache_dir), one) for one in specs]
-    sources = [_fraction(source, one) for source, one in zip(sources, specs, strict=True)]
+    sources = [_fraction(_load(one, streaming, cache_dir), one) for one in specs]
     weights = [float(one.weight) for one in specs if one.weight is not None]
     mixed = sources[0] if len(sources) == 1 else _mix(sources, weights, seed)
     return _hold_out(mixed, test_split_size, seed)
@@ -108,15 +108,17 @@ def load_rows(
 def _load(spec: DatasetSpec, streaming: bool, cache_dir: str | None) -> Any:
     path = Path(spec.path).expanduser()
     if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
-        return _saved(path, spec, streaming)
+        return _columns(_saved(path, spec, streaming), spec)
     if path.exists():
         files = _chosen_files(path, spec) if spec.data_files else data_files(path)
-        found: Any = stream_files(files) if streaming else read_files(files, cache_dir)
-        return found if streaming else _slice(found, spec)
+        if not streaming:
+            return _columns(_slice(read_files(files, cache_dir), spec), spec)
+        _check_columns(next(iter(stream_files(files))), spec)
+        return stream_files(files, None if spec.columns is None else _wanted(spec))
     if path.suffix.lower() in SUFFIXES or spec.path.startswith((".", "/", "~")):
         raise DataError(f"{spec.path}: no such file or folder.")
     try:
-        return datasets.load_dataset(
+        found = datasets.load_dataset(
             spec.path,
             spec.name,
             split=spec.split,
@@ -130,6 +132,7 @@ def _load(spec: DatasetSpec, streaming: bool, cache_dir: str | None) -> Any:
             f"data set {spec.path!r} (split {spec.split!r}) is no local file or folder, and cannot be read from the "
             f"hub: {type(error).__name__}: {error}"
         ) from error
+    return _columns(found, spec)
 
 
 def _slice(rows: Any, spec: DatasetSpec) -> Any:
@@ -166,16 +169,25 @@ def _saved(path: Path, spec: DatasetSpec, streaming: bool) -> Any:
     return rows.to_iterable_dataset() if streaming else rows
 
 
-def _columns(rows: Any, spec: DatasetSpec) -> Any:
-    if spec.columns is None:
-        return rows
-    wanted = dict(spec.columns) if isinstance(spec.columns, Mapping) else {column: column for column in spec.columns}
-    known = rows.column_names or list(next(iter(rows)))
-    for old in wanted.values():
+def _wanted(spec: DatasetSpec) -> dict[str, str]:
+    columns = spec.columns or ()
+    return dict(columns) if isinstance(columns, Mapping) else {column: column for column in columns}
+
+
+def _check_columns(known: Iterable[str], spec: DatasetSpec) -> None:
+    known = [column for column in known if column != RAW]
+    for old in _wanted(spec).values():
         if old not in known:
             close = nearest(old, known)
             hint = f"; did you mean {close!r}?" if close else ""
             raise DataError(f"data set {spec.path!r} has no column {old!r}, only {names(known)}{hint}")
+
+
+def _columns(rows: Any, spec: DatasetSpec) -> Any:
+    if spec.columns is None:
+        return rows
+    _check_columns(rows.column_names or next(iter(rows)), spec)
+    wanted = _wanted(spec)
     rows = rows.select_columns(list(dict.fromkeys(wanted.values())))
     return rows.rename_columns({old: new for new, old in wanted.items() if old != new})
 

@@ -60,10 +60,13 @@ def turn_spans(conversation: Conversation, wanted: Sequence[int]) -> list[Span]:
     Raises:
         DataError: When a turn cannot be found in the rendering, because the template rewrites or hides part of it.
     """
+    starts = [_start(conversation, index) for index in wanted]
+    ending = _ending(conversation, starts[-1]) if wanted and wanted[-1] == len(conversation.messages) - 1 else ""
     spans = []
-    for index in wanted:
-        start = _start(conversation, index)
-        limit = _limit(conversation, index, start)
+    for index, start in zip(wanted, starts, strict=True):
+        limit = _plain_limit(conversation, index, start, ending)
+        if limit is None:
+            limit = _limit(conversation, index, start)
         spans.append(_close(conversation, index, start, limit))
     if conversation.renderer.facts(conversation.tools).marked:
         return _narrow(conversation, spans)
@@ -135,6 +138,25 @@ def _shared(renderer: Renderer, ours: str, theirs: str) -> int:
 
 
 # Where a turn ends
+
+
+def _ending(conversation: Conversation, start: int) -> str:
+    """What follows the content of the last turn, where that is shown as it is; empty where it is not."""
+    content = conversation.messages[-1].get("content")
+    if not isinstance(content, str) or not conversation.text.startswith(content, start):
+        return ""
+    ending = conversation.text[start + len(content) :]
+    return ending if conversation.renderer.special_pattern.match(ending) else ""
+
+
+def _plain_limit(conversation: Conversation, index: int, start: int, ending: str) -> int | None:
+    """The end of a turn that shows its content as it is, followed by just what follows the last turn's."""
+    content = conversation.messages[index].get("content")
+    if ending and isinstance(content, str):
+        after = start + len(content)
+        if conversation.text.startswith(content, start) and conversation.text.startswith(ending, after):
+            return after + len(ending)
+    return None
 
 
 def _limit(conversation: Conversation, index: int, start: int) -> int:
