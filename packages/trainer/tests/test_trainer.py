@@ -5,7 +5,7 @@ import torch
 import toy_runs
 from posttrain_losses import Mean
 from posttrain_trainer import Anchor, MapSource
-from toy_runs import Prepared, Squares, Toy, collate, logs, net, parameters, rows, trainer
+from toy_runs import Lonely, Prepared, Squares, Stream10, Toy, collate, logs, net, parameters, rows, trainer
 
 TIGHT = {"rtol": 0, "atol": 2e-6}
 
@@ -99,26 +99,6 @@ def test_prepare_must_keep_batches_and_anchors(tmp_path):
 
     with pytest.raises(ValueError, match="batch 1 went in as Anchor and came back as Toy"):
         trained(tmp_path, train_dataset=Source(), method=Unwraps(), max_steps=1, gradient_accumulation_steps=2)
-
-
-class Lonely:
-    """A user's own source: one batch of rows and one anchor a step."""
-
-    def __init__(self):
-        self.taken = 0
-
-    def __iter__(self):
-        while True:
-            self.taken += 1
-            batch = collate(rows(4, seed=self.taken))
-            yield batch
-            yield Anchor(collate(rows(2, seed=1000 + self.taken)))
-
-    def state_dict(self):
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state):
-        self.taken = state["taken"]
 
 
 def test_anchors_change_nothing_and_sources_are_read_step_by_step(tmp_path):
@@ -307,13 +287,9 @@ def test_arguments_that_cannot_be_honoured_are_refused(tmp_path):
 
 
 def test_streaming_datasets_train(tmp_path):
-    class Stream:
-        def __iter__(self):
-            return iter(rows(10))
-
     with pytest.raises(ValueError, match="max_steps"):
-        trainer(tmp_path, train_dataset=Stream())
-    found = trained(tmp_path, train_dataset=Stream(), max_steps=4, per_device_train_batch_size=4, shuffle_buffer=5)
+        trainer(tmp_path, train_dataset=Stream10())
+    found = trained(tmp_path, train_dataset=Stream10(), max_steps=4, per_device_train_batch_size=4, shuffle_buffer=5)
     assert found.state.global_step == 4 and found.state.epoch == 1.0
 
 

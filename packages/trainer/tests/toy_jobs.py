@@ -115,6 +115,16 @@ def killed(folder: Path, step: int, **settings):
     trainer(folder / "cut", callbacks=[KillAt(step)], **settings).train()
 
 
+def finished(folder: Path, **settings):
+    """What `killed` left, resumed; and the same run without an interruption."""
+    settings = {"count": 50, "dropout": 0.3, "save_strategy": "steps", "num_train_epochs": 2, **settings}
+    resumed = trainer(folder / "cut", model=toy_runs.net(0.3, seed=99), **settings)
+    resumed.train(resume_from_checkpoint=True)
+    whole = trainer(folder / "whole", **settings)
+    whole.train()
+    return {"whole": outcome(whole), "resumed": outcome(resumed)}
+
+
 def saving(folder: Path, **settings):
     """Saves in every step, for ever; somebody else kills it."""
     found = trainer(

@@ -12,6 +12,7 @@ import torch
 from posttrain_losses import Max, Mean, Std
 from posttrain_trainer import Anchor, Trainer, TrainingConfig
 from torch import nn
+from transformers import TrainerCallback  # noqa: F401 (for the tests)
 
 HERE = Path(__file__).parent
 WIDTH = 6
@@ -94,6 +95,31 @@ class Prepared(Squares):
 
     def loss(self, model, batch):
         return super().loss(model, batch._replace(y=batch.y - batch.extra))
+
+
+class Lonely:
+    """A user's own source: one batch of rows and one anchor a step."""
+
+    def __init__(self):
+        self.taken = 0
+
+    def __iter__(self):
+        while True:
+            self.taken += 1
+            batch = collate(rows(4, seed=self.taken))
+            yield batch
+            yield Anchor(collate(rows(2, seed=1000 + self.taken)))
+
+    def state_dict(self):
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state):
+        self.taken = state["taken"]
+
+
+class Stream10:
+    def __iter__(self):
+        return iter(rows(10))
 
 
 def net(dropout: float = 0.0, seed: int = 1) -> nn.Module:
