@@ -84,9 +84,12 @@ class RowMaker:
     # Text and spans
 
     def _draft(self, row: Mapping[str, Any]) -> Draft | Tokens:
-        parsed = self._parse(row)
+        row = self._given(row)
+        formatted = self.options.formatting_func is not None and "input_ids" not in row
+        parsed = self._formatted(row) if formatted else parse_row(row, self.options.text_field, self.roles)
         if isinstance(parsed, Tokens):
-            if self.options.assistant_only and not {"assistant_masks", "loss_mask", "labels"} & set(row):
+            masked = any(row.get(column) is not None for column in ("assistant_masks", "loss_mask", "labels"))
+            if self.options.assistant_only and not masked:
                 raise DataError("assistant_only=True needs a conversation, or 'assistant_masks' beside 'input_ids'.")
             return parsed
         draft = self._text(parsed) if isinstance(parsed, Text) else self._chat(parsed)
@@ -98,18 +101,15 @@ class RowMaker:
             ) from None
         return draft
 
-    def _parse(self, row: Mapping[str, Any]) -> Text | Chat | Tokens:
+    def _given(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The row as its author wrote it."""
         if row.get(RAW) is not None:
-            row = json.loads(row[RAW])
-        else:
-            row = {
-                key: _loads(value, key) if key in self.exact else strip_none(value)
-                for key, value in row.items()
-                if key != RAW
-            }
-        if self.options.formatting_func is not None and "input_ids" not in row:
-            return self._formatted(row)
-        return parse_row(row, self.options.text_field, self.roles)
+            return json.loads(row[RAW])
+        return {
+            key: _loads(value, key) if key in self.exact else strip_none(value)
+            for key, value in row.items()
+            if key != RAW
+        }
 
     def _formatted(self, row: Mapping[str, Any]) -> Text | Chat:
         assert self.options.formatting_func is not None
