@@ -9,6 +9,7 @@ from posttrain_data.errors import DataError, nearest
 from posttrain_data.formats import REASONING, Message
 from posttrain_data.rendering import Renderer
 
+METADATA = ("tool.name", "tool.tool_call_id")  # links a result to its call; most templates go by the order
 TRIES = 8  # rows in which a key is changed and rendered again before it counts as unread
 
 
@@ -34,7 +35,7 @@ class KeyWatch:
         for index, message in enumerate(messages):
             for key in message:
                 name = f"{message['role']}.{key}"
-                if key == "role" or name in self.read or not message[key]:
+                if key == "role" or name in self.read or name in METADATA or not message[key]:
                     continue
                 if key == "tool_calls" or (key in REASONING and facts.strings & set(REASONING)):
                     continue

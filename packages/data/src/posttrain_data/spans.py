@@ -249,8 +249,7 @@ def _common_segments(pattern: re.Pattern[str], ours: str, theirs: str) -> int:
 
 
 def _close(conversation: Conversation, index: int, start: int, limit: int) -> Span:
-    region = conversation.text[start:limit]
-    content_end = start + _content_end(conversation.messages[index], index, region)
+    content_end = _content_end(conversation, index, start, limit)
     closing = stop = None
     for match in conversation.renderer.special_pattern.finditer(conversation.text, content_end, limit):
         between = conversation.text[stop or content_end : match.start()]
@@ -262,25 +261,33 @@ def _close(conversation: Conversation, index: int, start: int, limit: int) -> Sp
     return Span(start, closing, stop)
 
 
-def _content_end(message: Message, index: int, region: str) -> int:
+def _content_end(conversation: Conversation, index: int, start: int, limit: int) -> int:
     """Where the last visible piece of a message ends within its turn; refuses a turn that misses one."""
-    end = 0
-    for what, piece in _pieces(message):
-        wanted = piece.strip()
-        at = region.rfind(wanted)
-        if at >= 0:
-            end = max(end, at + len(wanted))
-            continue
-        squeezed = re.sub(r"\s+", "", wanted)
-        if squeezed in re.sub(r"\s+", "", region):
-            end = max(end, _unsqueezed_end(region, squeezed))
-            continue
-        raise DataError(
-            f"messages[{index}]: the chat template hides or rewrites {what} of this assistant turn "
-            f"({wanted[:60]!r}), so what it would train is not what the row says. Train on the last turn "
-            "(train_on='last') or on all tokens, or remove that part from the row."
-        )
+    end = start
+    for what, piece in _pieces(conversation.messages[index]):
+        found = _find_end(conversation.text[start:limit], piece)
+        if found is None:  # what the row writes out may be what the generation prompt writes, such as "<think>"
+            opening = len(generation_prompt(conversation.renderer, conversation.tools, conversation.kwargs))
+            found = _find_end(conversation.text[max(0, start - opening) : limit], piece)
+            found = None if found is None else found - min(start, opening)
+        if found is None:
+            raise DataError(
+                f"messages[{index}]: the chat template hides or rewrites {what} of this assistant turn "
+                f"({piece.strip()[:60]!r}), so what it would train is not what the row says. Train on the last turn "
+                "(train_on='last') or on all tokens, or remove that part from the row."
+            )
+        end = max(end, start + found)
     return end
+
+
+def _find_end(region: str, piece: str) -> int | None:
+    """Where a piece ends in a region, its own spaces aside; None when it is not there."""
+    wanted = piece.strip()
+    at = region.rfind(wanted)
+    if at >= 0:
+        return at + len(wanted)
+    squeezed = re.sub(r"\s+", "", wanted)
+    return _unsqueezed_end(region, squeezed) if squeezed in re.sub(r"\s+", "", region) else None
 
 
 def _unsqueezed_end(region: str, squeezed: str) -> int:

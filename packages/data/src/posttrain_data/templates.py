@@ -64,6 +64,8 @@ def _closing_ids(renderer: Renderer, messages: list[Message], index: int, tools:
     span = spans[-1]
     closing = text[span.closing : span.stop]
     tokens = [match.group() for match in renderer.special_pattern.finditer(closing)]
+    if "tool_calls" in messages[index]:
+        tokens = tokens[-1:]  # those before it may close the call, not the turn
     return [int(token_id) for token_id in renderer.tokenizer.convert_tokens_to_ids(tokens)]
 
 
