@@ -132,7 +132,7 @@ class Parsed:
         """Export `env` to `os.environ`, import the config classes, and make one instance of each, in order.
 
         Raises:
-            CommandError: If a config refuses its values (a `ValueError` or `TypeError` of its own).
+            CommandError: If a config refuses its values (a `ValueError`, `TypeError` or `ImportError` of its own).
         """
         os.environ.update(self.env)
         return tuple(self._build(group) for group in self.command.configs)
@@ -155,7 +155,7 @@ class Parsed:
         options = self.command.options
         try:
             return cls(**{name: construct(options[name].type, value) for name, value in self.values[group].items()})
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, ImportError) as error:
             raise CommandError(" ".join(str(error).split()) or repr(error)) from error
 
 

@@ -87,7 +87,7 @@ def describe(cls: type) -> list[dict[str, Any]]:
         if not field.init or field.name.startswith("_"):
             continue
         option: dict[str, Any] = {"name": field.name, "type": describe_type(hints[field.name])}
-        option["package"] = _owner(cls, field.name).__module__.partition(".")[0]
+        option["package"] = _owner(cls, field).__module__.partition(".")[0]
         if field.default is not dataclasses.MISSING:
             option["default"] = _plain(field.default)
         elif field.default_factory is not dataclasses.MISSING:
@@ -104,8 +104,10 @@ def describe(cls: type) -> list[dict[str, Any]]:
     return options
 
 
-def _owner(cls: type, name: str) -> type:
-    return next(base for base in cls.__mro__ if name in base.__dict__.get("__annotations__", ()))
+def _owner(cls: type, field: dataclasses.Field) -> type:
+    """The class that declares a field: the last one up the bases that holds this very object."""
+    holders = [base for base in cls.__mro__ if vars(base).get("__dataclass_fields__", {}).get(field.name) is field]
+    return holders[-1]
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ import runpy
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -175,7 +176,8 @@ def _handlers_kept() -> Generator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None and threading.current_thread() is threading.main_thread():
+                signal.signal(number, handler)
 
 
 def _run_agent(module: str, argv: Sequence[str], options: LaunchOptions, processes: int, folder: str) -> int:
