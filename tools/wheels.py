@@ -11,6 +11,14 @@ from pathlib import Path
 
 from workspace import ROOT, members, outer_environment, output, run, uv
 
+IMPORT = """
+from importlib import import_module
+for name in {modules}:
+    module = import_module(name)
+    assert module.__file__.startswith({scratch!r}), module.__file__
+    assert all(hasattr(module, public) for public in module.__all__), name
+"""
+
 
 def contents_problems(wheel: Path) -> list[str]:
     """What a wheel lacks."""
@@ -43,11 +51,10 @@ def main() -> None:
         run([uv(), "venv", "--quiet", "--no-project", str(python.parent.parent)], cwd=scratch, env=environment)
         install = [uv(), "pip", "install", "--quiet", "--python", str(python), *map(str, wheels)]
         run(install, cwd=scratch, env=environment)
-        for member in everyone:
-            code = f"import {member.module} as m; [getattr(m, name) for name in m.__all__]; print(m.__file__)"
-            failed, said = output([str(python), "-c", code], cwd=Path(scratch), env=environment)
-            if failed or not said.strip().splitlines()[-1].startswith(scratch):
-                raise SystemExit(f"wheels: {member.name} does not import from its wheel: {said}")
+        code = IMPORT.format(modules=[member.module for member in everyone], scratch=scratch)
+        failed, said = output([str(python), "-c", code], cwd=Path(scratch), env=environment)
+        if failed:
+            raise SystemExit(f"wheels: a member does not import from its wheel:\n{said}")
         run([uv(), "pip", "check", "--quiet", "--python", str(python)], cwd=scratch, env=environment)
     print(f"{len(everyone)} wheels and sdists built at {version}, installed alone, imported")
 

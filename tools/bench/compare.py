@@ -1,6 +1,6 @@
 """Run posttrain and TRL on the same work and compare speed and peak memory.
 
-    uv run --group bench python tools/bench/compare.py METHOD [--json]
+    uv run --group bench python tools/bench/compare.py METHOD [--json] [--check]
 
 Each run is a process of its own, in alternation (theirs, ours, theirs, ours), with the same rows in the same order,
 the same model, threads and optimiser; beside every run a further process measures the matrix-multiply rate of the
@@ -158,6 +158,15 @@ def measure(arguments: argparse.Namespace, show: bool) -> tuple[dict, dict[str, 
     return result, specs
 
 
+def missed_bars(result: dict) -> list[str]:
+    """The bars of the method that this result does not reach, one line each."""
+    return [
+        f"missed: {name} is {result[name]:.2f}, the bar is {bar}"
+        for name, bar in WORKLOADS[result["method"]].bars.items()
+        if (result[name] > bar if name == "memory_ratio" else result[name] < bar)
+    ]
+
+
 def table(result: dict, specs: dict[str, dict]) -> str:
     """The result for people."""
     ours, theirs = result["ours"], result["theirs"]
@@ -207,14 +216,20 @@ def table(result: dict, specs: dict[str, dict]) -> str:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("method", choices=sorted(WORKLOADS), metavar="METHOD", help=f"one of {', '.join(WORKLOADS)}")
+    parser.add_argument("method", nargs="?", choices=sorted(WORKLOADS), metavar="METHOD", help=", ".join(WORKLOADS))
+    parser.add_argument("--list", action="store_true", help="print the methods and stop")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: bfloat16, TRL at its best")
     parser.add_argument("--steps", type=int, default=6, help="optimiser steps a run, the first of them untimed")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
     parser.add_argument("--threads", type=int, default=cores(), help="CPU threads of every process")
+    parser.add_argument("--check", action="store_true", help="leave with an error where a bar is missed (CPU)")
     parser.add_argument("--verbose", action="store_true", help="show what the runs print")
     arguments = parser.parse_args()
+    if arguments.list:
+        return print(*WORKLOADS, sep="\n")
+    if arguments.method is None:
+        parser.error(f"name a METHOD: {', '.join(WORKLOADS)}")
     if (arguments.steps - 1) * arguments.rounds < 10:
         print("compare: fewer than ten steps are timed, take the numbers as a hint", file=sys.stderr)
     if find_spec("trl") is None:
@@ -222,8 +237,13 @@ def main() -> None:
     read_rows(arguments.method, os.environ.get("BENCH_ROWS"))
     result, specs = measure(arguments, show=arguments.verbose)
     print(table(result, specs))
+    missed = missed_bars(result) if arguments.device == "cpu" else []
+    if missed:
+        print("", *missed, sep="\n")
     if arguments.json:
         print(json.dumps(result))
+    if missed and arguments.check:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Workload:
         operations: Operations a matmul parameter and token: 2 a forward, 4 a backward.
         arguments: Further trainer arguments, made in the child from `(library, load_model)`.
         best: What the rival sets beyond its defaults on a GPU, where it runs at its best.
+        bars: Least `speed_ratio`, most `memory_ratio`, least `peak_share` on a CPU, for `--check`.
     """
 
     trainer: str
@@ -58,6 +59,7 @@ class Workload:
     operations: int = 6
     arguments: Callable[[str, Callable], dict] = lambda library, load_model: {}
     best: dict = field(default_factory=dict)
+    bars: dict = field(default_factory=dict)
 
     @property
     def config(self) -> str:
@@ -66,7 +68,14 @@ class Workload:
 
 
 WORKLOADS = {
-    "sft": Workload("SFTTrainer", sft_rows, batch=8, settings={"max_length": 768}, best={"packing": True}),
+    "sft": Workload(
+        "SFTTrainer",
+        sft_rows,
+        batch=8,
+        settings={"max_length": 768},
+        best={"packing": True},
+        bars={"speed_ratio": 4.5, "memory_ratio": 0.38, "peak_share": 0.70},
+    ),
 }
 
 
