@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import logging
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -27,7 +27,6 @@ from posttrain_data.options import ALL_CUT, Prepared, Report, SFTDataOptions
 from posttrain_data.rendering import Renderer
 from posttrain_data.rows import RAW, Row, RowMaker
 
-logger = logging.getLogger("posttrain")
 BATCH = 256
 STREAM_CHECK = 1000  # rows of a stream after which having no target at all is an error
 STREAM_FIRST = 8  # rows of a stream that are tried before training
@@ -155,6 +154,12 @@ def _key(dataset: Any, tokenizer: Any, options: SFTDataOptions) -> str:
     return digest(
         rows, tokenizer_digest(tokenizer), shaping, function, today, [version(package) for package in packages]
     )
+
+
+@functools.cache
+def _own_code() -> list[str]:
+    """This package's own source, which says more than its version while it is being worked on."""
+    return [digest(file.read_bytes()) for file in sorted(Path(__file__).parent.glob("*.py"))]
 
 
 def _plain(value: Any) -> Any:
