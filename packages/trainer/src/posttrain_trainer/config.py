@@ -48,10 +48,10 @@ class TrainingConfig(TrainingArguments):
     """
 
     logging_steps: float = field(default=10, metadata={"help": "Steps between two logs."})
-    gradient_checkpointing: bool = field(  # ty: ignore[invalid-assignment]
+    gradient_checkpointing: bool = field(  # ty: ignore[incompatible-mutable-override]
         default=True, metadata={"help": "Recompute activations in the backward pass instead of keeping them."}
     )
-    bf16: bool | None = field(  # ty: ignore[invalid-assignment]
+    bf16: bool | None = field(  # ty: ignore[incompatible-attribute-override]
         default=None,
         metadata={"help": "Mixed precision in bfloat16. Default: on accelerators that have it, unless fp16 is set."},
     )
@@ -77,6 +77,8 @@ class TrainingConfig(TrainingArguments):
         if self.pad_to_multiple_of != "auto":
             self.pad_to_multiple_of = resolve_pad_multiple(self.pad_to_multiple_of, spec)
         self._resolve_precision(spec)
+        # Without an accelerator several processes find each other only if the CPU was asked for by name.
+        self.use_cpu = self.use_cpu or spec.name == "cpu"
         if RENAMED and self.activation_checkpointing is None:
             # Set here, so that transformers neither warns about the name that users type nor overrides it.
             self.activation_checkpointing = self.gradient_checkpointing
@@ -113,8 +115,6 @@ class TrainingConfig(TrainingArguments):
                     f"bf16=True, but the {spec.name} here does not compute in bfloat16: write bf16=False "
                     "(or use_cpu=True to train on the CPU, which emulates it slowly)"
                 )
-            # transformers accepts bfloat16 on a CPU only when it is asked for by name.
-            self.use_cpu = spec.name == "cpu"
 
     @property
     def checkpointing_kwargs(self) -> dict[str, Any]:

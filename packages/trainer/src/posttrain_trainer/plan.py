@@ -56,7 +56,7 @@ class ShapePlan:
             pad_id: The token that fills rows up.
             side: "right" or "left".
         """
-        return Padding(pad_id, side=side, multiple_of=self.multiple, widths=self.widths)  # ty: ignore[invalid-argument-type]
+        return Padding(pad_id, side=side, multiple_of=self.multiple, widths=self.widths)
 
     @property
     def shapes(self) -> set[tuple[int, int]]:

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import gather_object, reduce
 from posttrain_losses import Metric
 
-Packed = dict[str, tuple[type, list[float]]]
+Packed = dict[str, tuple[type[Metric], list[float]]]
 
 
 @dataclass

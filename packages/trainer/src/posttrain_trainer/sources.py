@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -251,7 +251,7 @@ class StreamSource:
 
     def __init__(
         self,
-        dataset: Iterable[Any],
+        dataset: Any,
         collate: Collate,
         *,
         batch_size: int,
