@@ -51,7 +51,11 @@ def apply_lora(model: nn.Module, options: Any, *, gradient_checkpointing: bool =
     quantised = getattr(model, "is_quantized", False)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    adapted = peft.get_peft_model(model, config)
+    try:
+        adapted = peft.get_peft_model(model, config)
+    except ValueError as error:
+        raise ValueError(f"the adapter does not fit {type(model).__name__}: {error}") from error
+    _refuse_tied(adapted)
     if gradient_checkpointing:
         adapted.enable_input_require_grads()
     if quantised and supports_bf16(device_spec(next(model.parameters()).device)):
@@ -64,21 +68,13 @@ def apply_lora(model: nn.Module, options: Any, *, gradient_checkpointing: bool =
 
 
 def _lora_config(peft: Any, model: nn.Module, options: LoraOptions) -> Any:
-    targets: Any = options.lora_target_modules
-    if targets == ["all-linear"]:
-        targets = "all-linear"
-    if targets is None and options.lora_target_parameters is None:
-        known = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
-        targets = None if model.config.model_type in known else "all-linear"  # type: ignore[union-attr]
-    elif targets is None:
-        targets = []
-    saved = options.lora_modules_to_save
+    saved = list(options.lora_modules_to_save) if options.lora_modules_to_save else None
     try:
         return peft.LoraConfig(
             r=options.lora_r,
             lora_alpha=options.lora_alpha,
             lora_dropout=options.lora_dropout,
-            target_modules=targets,
+            target_modules=_targets(peft, model, options),
             target_parameters=options.lora_target_parameters,
             modules_to_save=saved,
             task_type=options.lora_task_type,
@@ -90,6 +86,30 @@ def _lora_config(peft: Any, model: nn.Module, options: LoraOptions) -> Any:
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"the LoRA options are not valid: {error}") from error
+
+
+def _targets(peft: Any, model: nn.Module, options: LoraOptions) -> Any:
+    """The layers to adapt: as asked, else those customary for the architecture that it has, else all linear ones."""
+    if options.lora_target_modules == ["all-linear"]:
+        return "all-linear"
+    if options.lora_target_modules is not None:
+        return list(options.lora_target_modules)
+    if options.lora_target_parameters is not None:
+        return []
+    customary = peft.utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type, ())
+    present = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return sorted(present.intersection(customary)) or "all-linear"
+
+
+def _refuse_tied(model: nn.Module) -> None:
+    """An adapter on one of two modules that share a weight cannot be merged: the other would change with it."""
+    base = base_model(model)
+    for part, name in ((base.get_input_embeddings(), "input embeddings"), (base.get_output_embeddings(), "LM head")):
+        if hasattr(part, "base_layer") and getattr(base.config, "tie_word_embeddings", False):
+            raise ValueError(
+                f"lora_target_modules puts an adapter on the {name}, whose weight is shared with another module, so it "
+                "could not be merged; train it in full instead (lora_modules_to_save)"
+            )
 
 
 def describe_adapter(model: nn.Module) -> str:

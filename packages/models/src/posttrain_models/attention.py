@@ -140,6 +140,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: 
     return out.unsqueeze(0)
 
 
+# The lengths are data: traced, they would be compiled anew for every batch.
 @torch.compiler.disable
 def _by_sequence(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, rule: _Rule) -> Tensor:
     # One split, whose backward is one concatenation: slicing would write a zero-filled gradient for every sequence.

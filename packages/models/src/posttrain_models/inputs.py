@@ -181,20 +181,25 @@ def _static_plan(base: Any, batch: TokenBatch) -> Plan:
         "position_ids": batch.position_ids,
         "use_cache": False,
     }
-    if not types <= MASKABLE:
+    why = only_padding(config, types)
+    if why is None:
+        kwargs["attention_mask"] = _block_masks(base, config, types, batch.segment_ids)
+    else:
         seg = batch.segment_ids
         if not _is_fake(seg) and bool((seg > 1).any()):
-            odd = ", ".join(sorted(types - MASKABLE))
-            raise ValueError(f"batch holds packed rows, but layers of type {odd} would mix them; use packing=False")
+            raise ValueError(f"batch holds packed rows, but on static shapes {why}; use packing=False")
         kwargs["attention_mask"] = (seg > 0).long()
-    elif getattr(config, "output_router_logits", False):
-        # The balance loss reads the mask argument and knows only 2D; restarting positions make transformers build the
-        # same block mask. The scorer computes the balance loss from the router's logits without the padding.
-        kwargs["attention_mask"] = None
-    else:
-        kwargs["attention_mask"] = _block_masks(base, config, types, batch.segment_ids)
     targets = batch.input_ids.roll(-1, 1).reshape(-1)
     return Plan(kwargs, targets, None, batch.input_ids.numel(), None, target_mask(batch))
+
+
+def only_padding(config: Any, types: set[str]) -> str | None:
+    """Why a model can be given a 2D mask of padding alone; None where it takes a block mask."""
+    if not types <= MASKABLE:
+        return f"layers of type {', '.join(sorted(types - MASKABLE))} would mix their sequences"
+    if getattr(config, "output_router_logits", False):
+        return "the router's balance loss can only leave padding out (output_router_logits=False lifts this)"
+    return None
 
 
 def layer_types(config: Any) -> set[str]:

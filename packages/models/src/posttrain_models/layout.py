@@ -10,7 +10,8 @@ from posttrain_collators import TokenBatch
 from torch import Tensor, nn
 
 from posttrain_models import attention
-from posttrain_models.inputs import MASKABLE, build_plan, layer_types
+from posttrain_models.inputs import MASKABLE, build_plan, layer_types, only_padding
+from posttrain_models.sketch import cut_copy
 from posttrain_models.unwrap import base_model, quiet, state_of, text_config
 
 logger = logging.getLogger("posttrain_models")
@@ -70,7 +71,7 @@ def choose_layout(model: nn.Module, requested: str = "auto", *, static_shapes: b
     if requested == "packed" and layout.name != "packed":
         raise ValueError(f"layout 'packed' is not possible: {layout.reason}; use 'auto' or 'padded'")
     if static_shapes:
-        _check_block_mask(model, base)
+        _check_block_mask(base)
     state_of(base).layout = layout
     return layout
 
@@ -186,10 +187,14 @@ def _differs(one: Tensor, other: Tensor, largest: float, base: Any) -> str | Non
     return f"two rows score differently than when padded, by {gap:.2g} nats (allowed {allowed:.2g})"
 
 
-def _check_block_mask(model: nn.Module, base: Any) -> None:
-    """On the CPU, where a probe costs no compilation: packed rows under the mask of fixed shape equal separate rows."""
-    if not layer_types(text_config(base)) <= MASKABLE or next(base.parameters()).device.type != "cpu":
+def _check_block_mask(base: Any) -> None:
+    """Packed rows under the mask of fixed shape equal separate rows: on the CPU, where a probe costs no compilation."""
+    config = text_config(base)
+    if only_padding(config, layer_types(config)):
         return
+    if next(base.parameters()).device.type != "cpu":
+        base = cut_copy(base)
+    model = base
     with quiet(model):
         apart, size = _row_logps(model, base, "padded", static_shapes=True)
         together, _ = _row_logps(model, base, "padded", static_shapes=True, packed_rows=True)

@@ -69,7 +69,7 @@ def load_model(
         return model
     options = options or LoadOptions()
     name = os.fspath(model)
-    adapter = _adapter_config(name)
+    adapter = adapter_config(name)
     arguments = _arguments(options, extra, quantization_config, device)
     if adapter is None:
         return _load_base(name, arguments, "dtype" in extra)
@@ -178,7 +178,7 @@ def looks_like_folder(name: str) -> bool:
     return name.startswith((".", "/", "~")) or os.path.isabs(name) or name.count("/") > 1 or os.path.exists(name)
 
 
-def _adapter_config(name: str) -> dict[str, Any] | None:
+def adapter_config(name: str) -> dict[str, Any] | None:
     """The configuration of a local adapter; a folder that also holds a whole model is that model."""
     if looks_like_folder(name) and not os.path.isdir(name):
         what = "is a file, not a model folder" if os.path.exists(name) else "does not exist"
@@ -194,14 +194,14 @@ def _adapter_config(name: str) -> dict[str, Any] | None:
 
 def _load_base(name: str, arguments: dict[str, Any], dtype_chosen: bool) -> PreTrainedModel:
     if looks_like_folder(name):
-        _adapter_config(name)
+        adapter_config(name)
         if not Path(name, "config.json").is_file():
             raise ValueError(f"model folder {name} has no config.json, so it is not a saved model")
     chosen = {key: arguments[key] for key in ("revision", "trust_remote_code")}
     try:
-        config = arguments.pop("config", None) or AutoConfig.from_pretrained(name, **chosen)
-        loader = model_class(config)
-        model, info = loader.from_pretrained(name, config=config, output_loading_info=True, **arguments)
+        # Not passed on: given a configuration, `from_pretrained` would not apply overrides of its fields.
+        config = arguments.get("config") or AutoConfig.from_pretrained(name, **chosen)
+        model, info = model_class(config).from_pretrained(name, output_loading_info=True, **arguments)
     except Exception as error:  # safetensors, JSON and hub errors of many kinds, none of which names the folder
         raise ValueError(f"model {name} cannot be loaded: {type(error).__name__}: {error}") from error
     missing = sorted(info["missing_keys"])
@@ -235,10 +235,10 @@ def freeze_towers(model: PreTrainedModel) -> None:
 def _say_memory(model: nn.Module) -> None:
     if int(os.environ.get("RANK", "0")):
         return
-    count = sum(p.numel() for p in model.parameters())
+    mib = sum(p.numel() for p in model.parameters()) * 4 / 2**20
     logger.warning(
-        "%s loaded in float32: %.2f GiB of weights; dtype='bfloat16' would save %.2f GiB, and as much in gradients",
-        type(model).__name__, count * 4 / 2**30, count * 2 / 2**30,
+        "%s loads in float32: weights take %.0f MiB; dtype='bfloat16' would save %.0f MiB, and as much in gradients",
+        type(model).__name__, mib, mib / 2,
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -173,7 +172,7 @@ def _run(
         answer = _checked(outputs.logits, head.post)
     else:
         answer = _plain(outputs.logits, request)
-    return plan, answer, _aux_loss(base, outputs, plan, batch)
+    return plan, answer, getattr(outputs, "aux_loss", None)
 
 
 def _call(model: nn.Module, base: Any, plan: Plan, layout: Layout, request: Request | None) -> Any:
@@ -213,18 +212,6 @@ def _plain(logits: Tensor, request: Request) -> Answer:
         # Not a product alone: 0 * -inf at a position without a target is NaN.
         total = torch.where(factor == 0, torch.zeros_like(logps), factor * logps).sum()
     return Answer(logps, entropy, top1, total)
-
-
-def _aux_loss(base: Any, outputs: Any, plan: Plan, batch: TokenBatch) -> Tensor | None:
-    aux = getattr(outputs, "aux_loss", None)
-    if aux is None or plan.places is not None:
-        return aux
-    balance = getattr(sys.modules[type(base).__module__], "load_balancing_loss_func", None)
-    if balance is None or plan.kwargs["attention_mask"] is not None:
-        return aux
-    # Static shapes: the model counted padding, because no mask it understands could be passed.
-    real = (batch.segment_ids > 0).to(plan.valid.device)
-    return balance(outputs.router_logits, base.num_experts, base.num_experts_per_tok, real)
 
 
 def _prepared(model: nn.Module, base: Any) -> tuple[Layout, _Head]:

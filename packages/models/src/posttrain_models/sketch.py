@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig
 
-from posttrain_models.loading import looks_like_folder, model_class
+from posttrain_models.loading import adapter_config, model_class
 from posttrain_models.options import LoadOptions
 
 
@@ -21,7 +20,7 @@ def sketch_model(options: LoadOptions) -> tuple[nn.Module, nn.Module]:
     probed in a moment.
 
     Args:
-        options: Which model.
+        options: Which model; for the folder of an adapter, its base model.
 
     Returns:
         The whole model on the meta device, and the cut one.
@@ -39,8 +38,9 @@ def sketch_model(options: LoadOptions) -> tuple[nn.Module, nn.Module]:
         ('meta', 3, 1)
     """
     name = str(options.model_name_or_path)
-    if looks_like_folder(name) and not os.path.isdir(name):
-        raise ValueError(f"model folder {name} does not exist")
+    adapter = adapter_config(name)
+    if adapter is not None:
+        name = str(adapter.get("base_model_name_or_path"))
     try:
         config = AutoConfig.from_pretrained(
             name, revision=options.model_revision, trust_remote_code=options.trust_remote_code
@@ -51,6 +51,11 @@ def sketch_model(options: LoadOptions) -> tuple[nn.Module, nn.Module]:
     with torch.device("meta"):
         whole = _build(loader, copy.deepcopy(config))
     return whole, _build(loader, _cut(config)).float()
+
+
+def cut_copy(base: Any) -> nn.Module:
+    """A random model of the same class and settings on the CPU, with one layer of each kind and few token ids."""
+    return _build(type(base), _cut(copy.deepcopy(base.config))).float().eval()
 
 
 def _build(loader: Any, config: Any) -> nn.Module:

@@ -1,0 +1,80 @@
+"""Two processes on gloo: the side effects of hooks reach every parameter."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from posttrain_collators import Padding, TokenBatch, TokenCollator
+from posttrain_models import LoraOptions, apply_lora, choose_layout, tiny_model, weighted_logp_sum
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+
+def make_batch():
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(1, 128, (n,), generator=generator).tolist() for n in (5, 23, 9, 17)]
+    return TokenCollator(Padding(0))([{"input_ids": row} for row in ids])
+
+
+def backward(model, batch):
+    model.zero_grad()
+    weighted_logp_sum(model, batch, torch.ones(batch.input_ids.shape)).total.backward()
+
+
+def compare(model, want, world):
+    for name, parameter in model.named_parameters():
+        if name in want:
+            grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            torch.testing.assert_close(grad * world, want[name], rtol=1e-4, atol=2e-5)
+        else:
+            assert parameter.grad is None
+
+
+def build(architecture, layout):
+    lora = architecture.endswith("+lora")
+    model = tiny_model(architecture.removesuffix("+lora")).train()
+    if lora:
+        torch.manual_seed(0)
+        model = apply_lora(model, LoraOptions(lora_r=4, lora_dropout=0.0), gradient_checkpointing=True)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    choose_layout(model, layout)
+    return model
+
+
+def check(rank, world, init, architectures):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    try:
+        whole = make_batch()
+        part = TokenBatch(*(x[rank::world] for x in whole))
+        for architecture in architectures:
+            single = build(architecture, "padded")
+            backward(single, whole)
+            want = {name: p.grad for name, p in single.named_parameters() if p.grad is not None}
+            for layout in ("padded", "packed"):
+                for options in ({}, {"find_unused_parameters": True}):
+                    model = build(architecture, layout)
+                    parallel = DistributedDataParallel(model, **options)
+                    backward(parallel, part)
+                    backward(parallel, part)
+                    compare(model, want, world)
+                if not architecture.endswith("+lora"):
+                    model = build(architecture, layout)
+                    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+                    for layer in model.model.layers:
+                        fully_shard(layer, mesh=mesh)
+                    fully_shard(model, mesh=mesh)
+                    backward(model, part)
+                    backward(model, part)
+                    compare(model, want, world)
+    finally:
+        dist.destroy_process_group()
+
+
+def spawn(tmp_path, architectures):
+    init = f"file://{tmp_path / 'rendezvous'}"
+    torch.multiprocessing.spawn(check, (2, init, architectures), nprocs=2)
+
+
+@pytest.mark.slow
+def test_ddp_and_fsdp2(tmp_path):
+    spawn(tmp_path, ("smollm2", "gemma2", "gpt_oss", "llama+lora"))
