@@ -10,13 +10,13 @@ from posttrain_trainer import (
     dtype_bytes,
     inner_tokenizer,
     mark_targets,
-    resolve_tokenizer,
     show_messages,
 )
 
 from posttrain_sft.config import SFTConfig
 from posttrain_sft.demo import rows as demo_rows
-from posttrain_sft.trainer import data_options, plan_shapes
+from posttrain_sft.train import mistakes
+from posttrain_sft.trainer import data_options, make_tokenizer, plan_shapes
 
 
 def main(config: SFTConfig, model: LoadOptions, lora: LoraOptions, data: DatasetOptions, *, world_size: int) -> int:
@@ -33,11 +33,16 @@ def main(config: SFTConfig, model: LoadOptions, lora: LoraOptions, data: Dataset
         The exit code.
     """
     show_messages()
+    with mistakes(ValueError):
+        return _plan(config, model, lora, data, world_size)
+
+
+def _plan(config: SFTConfig, model: LoadOptions, lora: LoraOptions, data: DatasetOptions, world_size: int) -> int:
     if model.model_name_or_path is None and not data.given:
         tokenizer, rows = tiny_tokenizer(), demo_rows()
         whole = cut = tiny_model("llama", vocab_size=len(tokenizer))
     else:
-        tokenizer = inner_tokenizer(resolve_tokenizer(model, config, None))
+        tokenizer = inner_tokenizer(make_tokenizer(model, config))
         rows, _ = load_datasets(data, evaluate=False, seed=config.seed)
         whole, cut = sketch_model(model)
     prepared, report = prepare_sft(rows, tokenizer, data_options(config))

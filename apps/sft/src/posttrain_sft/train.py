@@ -1,11 +1,15 @@
 """What `posttrain sft` does once its options are read."""
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from posttrain_data import DatasetOptions, load_datasets
+from posttrain_cli import CommandError
+from posttrain_data import DataError, DatasetOptions, load_datasets
 from posttrain_models import LoadOptions, LoraOptions
-from posttrain_trainer import show_messages
+from posttrain_trainer import check_files, show_messages
 
 from posttrain_sft.config import SFTConfig
 from posttrain_sft.trainer import SFTTrainer
@@ -28,9 +32,15 @@ def main(config: SFTConfig, model: LoadOptions, lora: LoraOptions, data: Dataset
         from posttrain_sft.demo import run
 
         return run(config)
-    trainer = make_trainer(config, model, lora, data)
-    trainer.train(resume_from_checkpoint=resume_point(config.resume_from_checkpoint))
-    trainer.save_model()
+    with mistakes(ValueError):
+        resume = resume_point(config.resume_from_checkpoint)
+        if isinstance(resume, str):
+            check_files(Path(resume))
+        trainer = make_trainer(config, model, lora, data)
+        resume = trainer.checkpoint_to_resume(resume)
+    with mistakes(DataError):
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model()
     if config.push_to_hub:
         trainer.push_to_hub()
     if trainer.is_world_process_zero():
@@ -45,6 +55,19 @@ def make_trainer(config: SFTConfig, model: LoadOptions, lora: LoraOptions, data:
     evaluate = str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no"
     rows, held_out = load_datasets(data, evaluate=evaluate, seed=config.seed)
     return SFTTrainer(model=model, args=config, train_dataset=rows, eval_dataset=held_out, peft_config=lora)
+
+
+@contextmanager
+def mistakes(kind: type[ValueError]) -> Iterator[None]:
+    """What is wrong with the input, or a disk that is full, becomes one line and exit code 2."""
+    try:
+        yield
+    except kind as error:
+        raise CommandError(" ".join(str(error).split())) from error
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise CommandError(error.strerror) from error
 
 
 def resume_point(value: Any) -> str | bool | None:

@@ -1,7 +1,7 @@
 """`SFTTrainer`: rows in, a fine-tuned model out."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,14 @@ from posttrain_trainer import (
     ShapePlan,
     Trainer,
     inner_tokenizer,
+    load_options,
     resolve_args,
     resolve_model,
     resolve_shapes,
     resolve_tokenizer,
 )
 
+from posttrain_sft.checks import check_run, check_tokenised, eval_packing, sketch
 from posttrain_sft.config import SFTConfig
 from posttrain_sft.method import SFT
 
@@ -84,14 +86,9 @@ class SFTTrainer(Trainer):
         args = resolve_args(args, SFTConfig, model, "SFT")
         if compute_loss_func is not None:
             raise ValueError("compute_loss_func is not offered: write a method, see docs/custom-method.md.")
-        if train_dataset is None:
-            raise ValueError("train_dataset is missing: pass a data set or a list of rows.")
-        if compute_metrics is not None and _eval_packing(args):
-            raise ValueError("compute_metrics needs rows as they are: set eval_packing=False.")
-        processing_class = resolve_tokenizer(model, args, processing_class)
+        check_run(args, train_dataset, eval_dataset, compute_metrics)
+        processing_class = make_tokenizer(model, args, processing_class)
         tokenizer = inner_tokenizer(processing_class)
-        if args.chat_template_path is not None:
-            clone_chat_template(None, tokenizer, args.chat_template_path)
         self._data_options = data_options(args, formatting_func)
         self._skip_preparation = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
         if args.shuffle_dataset:
@@ -99,8 +96,18 @@ class SFTTrainer(Trainer):
         train_dataset = self._prepared(train_dataset, processing_class, self._data_options, "train")
         eval_dataset = self._prepared_eval(eval_dataset, processing_class, args)
 
-        model = resolve_model(model, args, quantization_config=quantization_config, peft_config=peft_config)
-        _fit_to_tokenizer(unwrap(model), tokenizer)
+        options = load_options(model, args)
+        cut = None if options is None else sketch(options, args)
+        if cut is not None:
+            _router_coefficient(cut, args)
+            plan_shapes(cut, args, train_dataset, eval_dataset)
+        model = resolve_model(
+            model,
+            args,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            fit=lambda loaded: _fit_to_tokenizer(unwrap(loaded), tokenizer),
+        )
         plan = plan_shapes(model, args, train_dataset, eval_dataset)
         logger.info(str(plan))
         super().__init__(
@@ -132,7 +139,7 @@ class SFTTrainer(Trainer):
 
     def _prepared(self, dataset: Any, processing_class: Any, options: SFTDataOptions, name: str) -> Any:
         if self._skip_preparation:
-            return dataset
+            return check_tokenised(dataset, name)
         prepared = prepare_sft(dataset, processing_class, options, name=name)
         logger.info(str(prepared.report))
         return prepared.dataset
@@ -140,7 +147,7 @@ class SFTTrainer(Trainer):
     def _prepared_eval(self, dataset: Any, processing_class: Any, args: SFTConfig) -> Any:
         if dataset is None:
             return None
-        options = replace(self._data_options, packing=_eval_packing(args))
+        options = replace(self._data_options, packing=eval_packing(args))
         if isinstance(dataset, dict):
             return {
                 name: self._prepared(rows, processing_class, options, f"eval {name}") for name, rows in dataset.items()
@@ -164,8 +171,12 @@ def data_options(args: SFTConfig, formatting_func: Callable | None = None) -> SF
     )
 
 
-def _eval_packing(args: SFTConfig) -> bool:
-    return args.packing if args.eval_packing is None else args.eval_packing
+def make_tokenizer(model: Any, args: SFTConfig, processing_class: Any = None) -> Any:
+    """The tokenizer or processor of a run, with the chat template and end token that the options name."""
+    processing_class = resolve_tokenizer(model, args, processing_class)
+    if args.chat_template_path is not None:
+        clone_chat_template(None, inner_tokenizer(processing_class), args.chat_template_path)
+    return processing_class
 
 
 def _shuffled(dataset: Any, seed: int) -> Any:
@@ -235,13 +246,10 @@ def plan_shapes(model: Any, args: SFTConfig, *datasets: Any) -> ShapePlan:
     )
 
 
-def _lengths(*datasets: Any) -> list[int] | None:
-    lengths: list[int] = []
-    for dataset in datasets:
-        for rows in dataset.values() if isinstance(dataset, dict) else [dataset]:
-            if rows is None:
-                continue
-            if not hasattr(rows, "__len__"):
-                return None
-            lengths += [len(row) for row in rows["input_ids"]]
-    return lengths
+def _lengths(*datasets: Any) -> Iterator[int] | None:
+    """Row lengths, read when they are needed; None where a stream has not told them."""
+    sets = [rows for data in datasets for rows in (data.values() if isinstance(data, dict) else [data])]
+    sets = [rows for rows in sets if rows is not None]
+    if not all(hasattr(rows, "__len__") for rows in sets):
+        return None
+    return (len(row["input_ids"]) for rows in sets for row in rows)

@@ -1,10 +1,12 @@
 """One training loop for every post-training method."""
 
 from posttrain_trainer.callbacks import BEMACallback
+from posttrain_trainer.checkpoint import check_files
 from posttrain_trainer.config import TrainingConfig
 from posttrain_trainer.describe import describe_batches, describe_memory, dtype_bytes, mark_targets
 from posttrain_trainer.facade import (
     inner_tokenizer,
+    load_options,
     resolve_args,
     resolve_model,
     resolve_tokenizer,
@@ -24,10 +26,12 @@ __all__ = [
     "StreamSource",
     "Trainer",
     "TrainingConfig",
+    "check_files",
     "describe_batches",
     "describe_memory",
     "dtype_bytes",
     "inner_tokenizer",
+    "load_options",
     "mark_targets",
     "resolve_args",
     "resolve_model",

@@ -72,16 +72,24 @@ class ExactTrainer(transformers.Trainer):
             ValueError: If the checkpoint is damaged or of another model, naming folder and file; no weight has been
                 changed then.
         """
-        run_dir = Path(self.args.output_dir)
-        if self.args.should_save and (removed := tidy(run_dir)):
-            logger.warning("removed what an interrupted save left in %s: %s", run_dir, ", ".join(removed))
-        self.ranks.exchange(None)
-        self._pending = self._checkpoint_to_resume(run_dir, resume_from_checkpoint)
+        self._pending = self.checkpoint_to_resume(resume_from_checkpoint)
         return super().train(
             resume_from_checkpoint=self._pending, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
         )
 
-    def _checkpoint_to_resume(self, run_dir: Path, wanted: str | bool | None) -> str | None:
+    def checkpoint_to_resume(self, wanted: str | bool | None) -> str | None:
+        """The checkpoint that `train(resume_from_checkpoint=wanted)` goes on from, None for none.
+
+        Args:
+            wanted: A folder; True for the newest in `output_dir`; None or False.
+
+        Raises:
+            ValueError: If it is damaged or of another model, naming folder and file.
+        """
+        run_dir = Path(self.args.output_dir)
+        if self.args.should_save and (removed := tidy(run_dir)):
+            logger.warning("removed what an interrupted save left in %s: %s", run_dir, ", ".join(removed))
+        self.ranks.exchange(None)
         if wanted is None or wanted is False:
             return None
         if wanted is True:

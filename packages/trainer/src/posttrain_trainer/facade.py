@@ -2,8 +2,9 @@
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import fields
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from posttrain_models import LoadOptions, LoraOptions, apply_lora, load_model, load_tokenizer
@@ -131,7 +132,14 @@ def inner_tokenizer(processing_class: Any) -> PreTrainedTokenizerBase:
     return getattr(processing_class, "tokenizer", processing_class)
 
 
-def resolve_model(model: Any, args: Any, *, quantization_config: Any = None, peft_config: Any = None) -> nn.Module:
+def resolve_model(
+    model: Any,
+    args: Any,
+    *,
+    quantization_config: Any = None,
+    peft_config: Any = None,
+    fit: Callable[[nn.Module], Any] | None = None,
+) -> nn.Module:
     """The model to train: loaded where it should be, with its adapter.
 
     Args:
@@ -139,13 +147,20 @@ def resolve_model(model: Any, args: Any, *, quantization_config: Any = None, pef
         args: The method's config.
         quantization_config: A quantisation configuration of transformers.
         peft_config: A configuration of peft, or `LoraOptions`; None adds no adapter.
+        fit: Called with the loaded model before it gets its adapter, to make room for tokens.
 
     Raises:
         ValueError: The model cannot be loaded, or has an adapter and would get another.
     """
-    set_seed(args.seed)  # before an adapter or a new head draws its weights
     options = load_options(model, args)
     source = model if options is None else options.model_name_or_path
+    adapt = peft_config is not None and not (isinstance(peft_config, LoraOptions) and not peft_config.use_peft)
+    if adapt and options is not None and _is_adapter(options.model_name_or_path):
+        raise ValueError(
+            f"{source} is an adapter, which is continued as it is: leave out use_peft and peft_config, or name its "
+            "base model to begin another one."
+        )
+    set_seed(args.seed)  # before an adapter or a new head draws its weights
     loaded = load_model(
         source,
         options,
@@ -153,8 +168,15 @@ def resolve_model(model: Any, args: Any, *, quantization_config: Any = None, pef
         quantization_config=quantization_config,
         **({"device": None} if args.use_cpu else {}),
     )
-    if peft_config is None or (isinstance(peft_config, LoraOptions) and not peft_config.use_peft):
-        if checkpointing(args) and hasattr(loaded, "peft_config"):
-            loaded.enable_input_require_grads()
-        return loaded
-    return apply_lora(loaded, peft_config, gradient_checkpointing=checkpointing(args))
+    if fit is not None:
+        fit(loaded)
+    if adapt:
+        return apply_lora(loaded, peft_config, gradient_checkpointing=checkpointing(args))
+    if checkpointing(args) and hasattr(loaded, "peft_config"):
+        loaded.enable_input_require_grads()
+    return loaded
+
+
+def _is_adapter(name: Any) -> bool:
+    folder = Path(name)
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
