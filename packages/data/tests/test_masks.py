@@ -6,6 +6,7 @@ import json
 
 import pytest
 from posttrain_data import DataError, SFTDataOptions, prepare_sft, render, terminators, tiny_tokenizer
+from posttrain_data.rows import RowMaker
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -237,6 +238,41 @@ def test_odd_contents(base, family, content):
 def test_the_end_of_turn_is_a_target_even_where_the_author_left_it_out(base):
     tokenizer = made(base, "marked")
     assert masked(tokenizer, prepared(tokenizer, [{"messages": SAY}]).dataset[0])[0].endswith(IM)
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "gemma", "marked", "marked_wide", "whole_only", "phi3"])
+def test_contents_that_look_like_the_template(base, family):
+    tokenizer = made(base, family)
+    pieces = [
+        "",
+        "\n",
+        " ",
+        "a",
+        "assistant",
+        IM,
+        IM + "\n",
+        "<|im_start|>assistant\n",
+        "é",
+        "👋🏽",
+        "<",
+        "<|eot_id|>",
+        "</s>",
+    ]
+    contents = [one + other for one in pieces for other in pieces]
+    end, last_end = FAMILIES[family][1]
+    for first, second, third in zip(contents[::3], contents[1::3], contents[2::3], strict=False):
+        messages = copy.deepcopy(SAY)
+        messages[1]["content"], messages[2]["content"], messages[3]["content"] = first, second, third
+        row = prepared_row(tokenizer, messages)
+        texts = [text.strip() if family in ("llama3", "gemma") else text for text in (first, third)]
+        wanted = texts[0] + end + texts[1] + last_end
+        assert "".join(masked(tokenizer, row)).replace("\n", "") == wanted.replace("\n", "")
+
+
+def prepared_row(tokenizer, messages):
+    """One row without the cost of a data set."""
+    maker = RowMaker(tokenizer, SFTDataOptions(assistant_only=True), "train", frozenset(), True)
+    return maker([{"messages": messages}], [0])[0]._asdict()
 
 
 def test_markers_narrow_the_targets(base):

@@ -78,14 +78,13 @@ def _narrow(conversation: Conversation, spans: list[Span]) -> list[Span]:
     marks = conversation.renderer.marks(conversation.messages, conversation.tools, conversation.kwargs)
     narrowed = []
     for span in spans:
-        inside = [(max(a, span.start), min(b, span.stop)) for a, b in marks if a < span.stop and b > span.start]
+        inside = [(max(a, span.start), min(b, span.stop)) for a, b in marks if a < span.stop and b >= span.start]
         if not inside:
             continue
+        narrowed += [Span(a, b, b) for a, b in inside if a < b]
         last = max(b for _, b in inside)
-        pieces = [Span(a, b, b) for a, b in inside if a < b]
-        if last < span.stop and pieces:
-            pieces.append(Span(max(last, span.closing), span.stop, span.stop))
-        narrowed += pieces
+        if last < span.stop:
+            narrowed.append(Span(max(last, span.closing), span.closing, span.stop))
     return narrowed or spans
 
 
@@ -264,11 +263,12 @@ def _close(conversation: Conversation, index: int, start: int, limit: int) -> Sp
 def _content_end(conversation: Conversation, index: int, start: int, limit: int) -> int:
     """Where the last visible piece of a message ends within its turn; refuses a turn that misses one."""
     end = start
+    pattern = conversation.renderer.special_pattern
     for what, piece in _pieces(conversation.messages[index]):
-        found = _find_end(conversation.text[start:limit], piece)
+        found = _find_end(pattern, conversation.text[start:limit], piece)
         if found is None:  # what the row writes out may be what the generation prompt writes, such as "<think>"
             opening = len(generation_prompt(conversation.renderer, conversation.tools, conversation.kwargs))
-            found = _find_end(conversation.text[max(0, start - opening) : limit], piece)
+            found = _find_end(pattern, conversation.text[max(0, start - opening) : limit], piece)
             found = None if found is None else found - min(start, opening)
         if found is None:
             raise DataError(
@@ -280,12 +280,16 @@ def _content_end(conversation: Conversation, index: int, start: int, limit: int)
     return end
 
 
-def _find_end(region: str, piece: str) -> int | None:
+def _find_end(pattern: re.Pattern[str], region: str, piece: str) -> int | None:
     """Where a piece ends in a region, its own spaces aside; None when it is not there."""
+    if region.startswith(piece):
+        return len(piece)
     wanted = piece.strip()
-    at = region.rfind(wanted)
-    if at >= 0:
-        return at + len(wanted)
+    last = max((match.start() for match in pattern.finditer(region)), default=0)
+    for part in (region[:last], region):  # a piece such as "<" is also found in the token that ends the turn
+        at = part.rfind(wanted)
+        if at >= 0:
+            return at + len(wanted)
     squeezed = re.sub(r"\s+", "", wanted)
     return _unsqueezed_end(region, squeezed) if squeezed in re.sub(r"\s+", "", region) else None
 
