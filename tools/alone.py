@@ -42,7 +42,7 @@ def check(member: Member, scratch: Path, options: argparse.Namespace) -> str | N
         "install": install,
         "import": [str(python), "-c", f"import {member.module} as m; [getattr(m, name) for name in m.__all__]"],
         "test group": [*install, "--group", f"{member.folder / 'pyproject.toml'}:test"],
-        "tests": [str(python), "-m", "pytest", "-q", "-x", "tests"],
+        "tests": [str(python), "-m", "pytest", "-q", "tests"],
     }
     environment = {**outer_environment(), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     for name, command in steps.items():
