@@ -234,7 +234,7 @@ class _WeightedSum(torch.autograd.Function):
                 "the head gradients of this weighted_logp_sum were used by its first backward: "
                 "give that one retain_graph=True"
             )
-        if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():  # ty: ignore[possibly-missing-submodule]
             return (*(None if g is None else g * grad_total for g in ctx.grads), *(None,) * 6)
         # Scaled in place and let go, so that autograd can adopt them as .grad without a copy.
         grads, ctx.grads = ctx.grads, None
