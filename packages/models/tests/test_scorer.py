@@ -383,6 +383,28 @@ def test_bfloat16_weights_score_in_float32():
         assert model.lm_head.weight.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_autocast_inside_the_model_call(layout):
+    """As accelerate wraps a model for mixed precision: only the call itself shows the precision."""
+    batch = batch_of(rows())
+    model = tiny_model("gemma2").train()
+    want = score_tokens(model, batch).logps
+
+    def forward(*args, **kwargs):
+        with torch.autocast("cpu", torch.bfloat16):
+            return plain(*args, **kwargs)
+
+    other = tiny_model("gemma2").train()
+    plain = other.forward
+    other.forward = forward
+    choose_layout(other, layout)
+    scores = score_tokens(other, batch)
+    assert state_of(other).head.fused and scores.logps.dtype == torch.float32
+    torch.testing.assert_close(scores.logps, want, rtol=0, atol=0.1)
+    weighted_logp_sum(other, batch, torch.ones(batch.input_ids.shape)).total.backward()
+    assert other.lm_head.weight.grad.dtype == torch.float32
+
+
 def test_bad_arguments():
     model = tiny_model("llama")
     batch = batch_of(rows())

@@ -35,7 +35,7 @@ def apply_lora(model: nn.Module, options: Any, *, gradient_checkpointing: bool =
         >>> from posttrain_models import LoraOptions, apply_lora, tiny_model
         >>> model = apply_lora(tiny_model("llama"), LoraOptions(use_peft=True, lora_r=4))
         >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
-        1408
+        896
     """
     peft = require_peft("use_peft=True asks for an adapter")
     if hasattr(model, "peft_config"):

@@ -18,6 +18,9 @@ from posttrain_losses import token_scores, weighted_logp_sum
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+# What a model did to its logits: ("scale", factor), ("divide", divisor), ("tanh", 1).
+Steps = tuple[tuple[str, float], ...]
+
 
 class HeadError(ValueError):
     """The fused head cannot serve this model; the message says why."""
@@ -30,7 +33,7 @@ class Answer(NamedTuple):
     entropy: Tensor | None
     top1: Tensor
     total: Tensor | None
-    steps: tuple[tuple[str, float], ...] = ()
+    steps: Steps = ()
 
     def _then(self, name: str, value: Any = 1.0) -> Answer:
         if not isinstance(value, int | float):
@@ -83,7 +86,7 @@ class PostHead(NamedTuple):
         )
 
 
-def read_steps(steps: tuple[tuple[str, float], ...]) -> PostHead:
+def read_steps(steps: Steps) -> PostHead:
     """The scale and soft-cap that a recorded chain of operations amounts to."""
     before, after, capped = 1.0, 1.0, False
     for name, value in steps:

@@ -133,7 +133,7 @@ def _packed_plan(batch: TokenBatch, device: torch.device) -> Plan:
     lengths = flat.bounds.diff().tolist()
     bounds = flat.bounds.to(device, torch.int32)
     # Kept beside the tensor so that no attention layer asks the device for them.
-    bounds.lengths = lengths  # type: ignore[attr-defined]
+    bounds.lengths = lengths  # ty: ignore[missing-attribute]
     longest = max(lengths)
     kwargs = {
         "input_ids": flat.ids[None].to(device),

@@ -101,6 +101,8 @@ def _obstacle(base: Any) -> str | None:
     can_set = getattr(type(base), "_can_set_attn_implementation", None)
     if can_set is not None and not can_set():
         return f"{type(base).__name__} does not use transformers' attention interface"
+    if base.get_output_embeddings() is None:
+        return f"{type(base).__name__} has no LM head to probe"
     if next(base.parameters()).device.type == "meta":
         return "the weights are not loaded yet, so packing could not be probed"
     return None
@@ -112,12 +114,12 @@ def _try_packed(model: nn.Module, base: Any) -> str | None:
     before = config._attn_implementation
     obstacle = None
     try:
-        with quiet(model):
+        with quiet(model, base) as precision:
             padded, size = _row_logps(model, base, "padded")
             if not honours_boundaries(before):
                 base.set_attn_implementation(attention.NAME)
             packed, _ = _row_logps(model, base, "packed")
-        obstacle = _calls_missing(config) or _differs(padded, packed, size, base)
+        obstacle = _calls_missing(config) or _differs(padded, packed, precision.tolerance(size))
     except Exception as error:  # whatever a model raises here means that it cannot run packed
         obstacle = f"the packed probe failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
     if obstacle and config._attn_implementation != before:
@@ -172,16 +174,8 @@ def _row_logps(
     return plan.spread(logps)[plan.valid].cpu(), float(logits.abs().max())
 
 
-def tolerance(base: Any, largest: float) -> float:
-    """How far two computations of the same log-probability may lie apart, from the precision of the weights."""
-    dtype = base.get_output_embeddings().weight.dtype
-    eps = torch.finfo(dtype).eps if dtype.is_floating_point else torch.finfo(torch.bfloat16).eps
-    return 1e-4 + 2 * eps * max(largest, 1.0)
-
-
-def _differs(one: Tensor, other: Tensor, largest: float, base: Any) -> str | None:
+def _differs(one: Tensor, other: Tensor, allowed: float) -> str | None:
     gap = float((one - other).abs().mean())
-    allowed = tolerance(base, largest)
     if gap <= allowed:
         return None
     return f"two rows score differently than when padded, by {gap:.2g} nats (allowed {allowed:.2g})"
@@ -190,14 +184,13 @@ def _differs(one: Tensor, other: Tensor, largest: float, base: Any) -> str | Non
 def _check_block_mask(base: Any) -> None:
     """Packed rows under the mask of fixed shape equal separate rows: on the CPU, where a probe costs no compilation."""
     config = text_config(base)
-    if only_padding(config, layer_types(config)):
+    if only_padding(config, layer_types(config)) or base.get_output_embeddings() is None:
         return
     if next(base.parameters()).device.type != "cpu":
         base = cut_copy(base)
-    model = base
-    with quiet(model):
-        apart, size = _row_logps(model, base, "padded", static_shapes=True)
-        together, _ = _row_logps(model, base, "padded", static_shapes=True, packed_rows=True)
-    wrong = _differs(apart, together, size, base)
+    with quiet(base, base) as precision:
+        apart, size = _row_logps(base, base, "padded", static_shapes=True)
+        together, _ = _row_logps(base, base, "padded", static_shapes=True, packed_rows=True)
+    wrong = _differs(apart, together, precision.tolerance(size))
     if wrong:
         raise ValueError(f"{type(base).__name__} does not keep packed rows apart on static shapes: {wrong}")

@@ -24,7 +24,7 @@ from posttrain_models.head import (
     read_steps,
 )
 from posttrain_models.inputs import Plan, build_plan
-from posttrain_models.layout import Layout, choose_layout, probe_batch, tolerance
+from posttrain_models.layout import Layout, choose_layout, probe_batch
 from posttrain_models.unwrap import base_model, quiet, state_of, text_config, unwrap
 
 logger = logging.getLogger("posttrain_models")
@@ -194,7 +194,7 @@ def _checked(logits: Any, post: PostHead) -> Answer:
 
 def _plain(logits: Tensor, request: Request) -> Answer:
     """The same scores from full logits."""
-    if logits.shape[:-1].numel() != request.positions:
+    if logits.numel() != request.positions * logits.shape[-1]:
         raise ValueError(f"the model returned logits of shape {tuple(logits.shape)} for {request.positions} positions")
     logits = logits.reshape(-1, logits.shape[-1])
     if request.index is not None:
@@ -259,7 +259,7 @@ def _probe_head(model: nn.Module, base: Any, layout: Layout) -> _Head:
     plan = build_plan(base, probe_batch(base), "padded", False)
     request = Request(plan.targets, plan.index, plan.positions)
     try:
-        with quiet(model):
+        with quiet(model, base) as precision:
             logits = _call(model, base, plan, padded, None).logits
             plain = _plain(logits, request).logps
             first = _call(model, base, plan, padded, request).logits
@@ -270,7 +270,7 @@ def _probe_head(model: nn.Module, base: Any, layout: Layout) -> _Head:
             largest = float(logits.abs().max())
     except Exception as error:  # whatever is raised means that the model's own logits must be used
         return _Head(False, reason=f"the fused head failed: {str(error).splitlines()[0] if str(error) else error!r}")
-    gap, allowed = float((plain - fused).abs().max()), 2 * tolerance(base, largest)
+    gap, allowed = float((plain - fused).abs().max()), 2 * precision.tolerance(largest)
     if gap > allowed:
         return _Head(False, reason=f"the fused head differs from the model's logits by {gap:.2g} nats")
     return _Head(True, post)

@@ -65,15 +65,40 @@ def state_of(base: nn.Module) -> State:
     return base._posttrain
 
 
+@dataclass
+class Precision:
+    """The coarsest data type that a probe saw at the LM head."""
+
+    eps: float = 0.0
+
+    def tolerance(self, largest: float) -> float:
+        """How far two computations of one log-probability may lie apart when the largest logit is `largest`."""
+        return 1e-4 + 2 * self.eps * max(largest, 1.0)
+
+
 @contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients or compilation, for a probe; every module's mode is put back."""
+def quiet(model: nn.Module, base: Any) -> Iterator[Precision]:
+    """Evaluation mode without gradients or compilation, for a probe; every module's mode is put back.
+
+    Yields the precision at which the model computes, autocast included, which only shows from inside.
+    """
     modes = {module: module.training for module in model.modules()}
+    seen = Precision()
+
+    def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        kind = inputs[0].device.type
+        dtypes = [inputs[0].dtype]
+        if torch.is_autocast_enabled(kind):
+            dtypes.append(torch.get_autocast_dtype(kind))
+        seen.eps = max(seen.eps, *(torch.finfo(dtype).eps for dtype in dtypes))
+
+    hook = base.get_output_embeddings().register_forward_pre_hook(look)
     model.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield
+            yield seen
     finally:
+        hook.remove()
         for module, training in modes.items():
             module.training = training
 
