@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tests")]
 
 QUESTIONS = ["What is the capital of France?", "Say hello.", "What do bees make?", "How many legs has a spider?"]
 ANSWERS = ["Paris.", "Hello! How can I help?", "Bees make honey.", "A spider has eight legs."]

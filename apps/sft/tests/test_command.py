@@ -59,19 +59,22 @@ def test_every_option_has_a_help_text():
 
 
 def test_help_and_a_mistyped_flag_import_no_torch():
-    code = (
-        "import sys; from posttrain_sft.command import main\n"
-        "heavy = lambda: sorted({'torch', 'transformers', 'datasets', 'peft', 'numpy'} & sys.modules.keys())\n"
-        "print(main(['--max_lenght', '5']), heavy())\n"
-        "try: main(['--help'])\n"
-        "except SystemExit as stop: print(stop.code, heavy())"
-    )
+    code = """
+import sys
+from posttrain_sft.command import main
+for words in (["--max_lenght", "5"], ["--help"]):
+    try:
+        code = main(words)
+    except SystemExit as stop:
+        code = stop.code
+    print(code, sorted({"torch", "transformers", "datasets", "peft", "numpy"} & sys.modules.keys()))
+"""
     done = process("-c", code)
     assert done.returncode == 0, done.stderr
     assert "did you mean --max_length" in done.stderr
     printed = done.stdout.splitlines()
     assert printed[0] == "2 []" and printed[-1] == "0 []"
-    assert "--packing" in done.stdout and "--lora_r" in done.stdout and "--nproc_per_node" in done.stdout
+    assert all(flag in done.stdout for flag in ("--packing", "--lora_r", "--dataset_name", "--nproc_per_node"))
 
 
 # ---- Data and YAML ----
@@ -102,7 +105,8 @@ def test_local_files_of_every_kind(kind, model_folder):
     assert values("num_tokens") == values("num_tokens", "other")
 
 
-def test_yaml_and_the_flags_that_win_over_it(model_folder, capsys):
+def test_yaml_and_the_flags_that_win_over_it(model_folder, capsys, caplog):
+    caplog.set_level("INFO", "posttrain")
     write("short.jsonl", texts(9))
     write("pairs.jsonl", pairs(9))
     Path("run.yaml").write_text(f"""\
@@ -135,20 +139,20 @@ env:
         os.environ.pop("FROM_THE_FILE", None)
     assert len(values("loss")) == len(values("eval_loss")) == 2
     assert values("learning_rate") == [1e-3, 1e-3]
-    said = capsys.readouterr()
-    # Nine of the first, and half as many of the second, less those held out.
-    assert re.search(r"train: (10|11) rows", said.err) and "eval: 3 rows" in said.err, said.err
-    assert "saved to" in said.out
+    # All nine of the first, and half as many of the second, less those held out.
+    assert re.search(r"train: (10|11) rows", caplog.text) and "eval: 3 rows" in caplog.text
+    assert "saved to" in capsys.readouterr().out
     AutoModelForCausalLM.from_pretrained("out")
 
 
-def test_a_share_is_held_out(model_folder, capsys):
+def test_a_share_is_held_out(model_folder, capsys, caplog):
+    caplog.set_level("INFO", "posttrain")
     write("rows.jsonl", texts(20))
     argv = ["--model_name_or_path", str(model_folder), "--dataset_name", "rows.jsonl", "--output_dir", "out", *QUIET]
     options = ["--test_split_size", "0.2", "--eval_strategy", "epoch", "--num_train_epochs", "1"]
     assert main([*argv, *options]) == 0
-    assert len(values("eval_loss")) == 1
-    assert "train: 16 rows" in (said := capsys.readouterr().err) and "eval: 4 rows" in said
+    assert capsys.readouterr().out.count("'eval_loss'") == 1
+    assert "train: 16 rows" in caplog.text and "eval: 4 rows" in caplog.text
 
 
 def test_an_adapter_from_the_command_line(model_folder):
@@ -204,7 +208,7 @@ def test_without_arguments_a_tiny_model_learns(tmp_path):
     done = process("-m", "posttrain_sft", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(loss) for loss in re.search(r"^loss +(.+)$", done.stdout, re.MULTILINE)[1].split(" -> ")]
-    assert losses[-1] < 0.3 < 3 < losses[0] and losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.3 < 1.5 < losses[0] and losses == sorted(losses, reverse=True)
     before, after = (re.search(rf"^{word} +'(.*)'$", done.stdout, re.MULTILINE)[1] for word in ("before", "after"))
     assert after == "The capital of France is Paris." != before
     assert list(tmp_path.iterdir()) == []

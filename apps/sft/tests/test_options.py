@@ -171,10 +171,11 @@ def run(tokenizer, rows=None, model=None, **options):
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"selective": True}},
         {"activation_offloading": True},
-        {"torch_compile": True, "torch_compile_backend": "eager"},
+        {"torch_compile": True, "torch_compile_backend": "eager", "padding_free": False, "pad_to_multiple_of": 64},
+        pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, marks=pytest.mark.slow),
         pytest.param({"torch_compile": True, "torch_compile_backend": "aot_eager"}, marks=pytest.mark.slow),
     ],
-    ids=["reentrant", "non-reentrant", "selective", "offloading", "compile eager", "compile aot_eager"],
+    ids=["reentrant", "non-reentrant", "selective", "offloading", "compile padded", "compile", "compile aot_eager"],
 )
 def test_what_saves_memory_or_time_changes_no_number(options, tokenizer):
     plain, other = run(tokenizer), run(tokenizer, **options)
