@@ -1,11 +1,11 @@
 """What each option changes, and what it must not change."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from datasets import Dataset, DatasetDict
 from posttrain_data import tiny_tokenizer
 from posttrain_models import LoadOptions, LoraOptions, tiny_model, unwrap
@@ -98,7 +98,7 @@ def test_a_chat_template_from_a_file(fresh_tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
-def test_a_chat_template_that_brings_tokens(adapter, tmp_path, model_folder):
+def test_a_chat_template_that_brings_tokens(adapter, tmp_path, model_folder, caplog):
     source = tiny_tokenizer()
     source.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|stop|>"]})
     source.eos_token = "<|stop|>"
@@ -116,12 +116,16 @@ def test_a_chat_template_that_brings_tokens(adapter, tmp_path, model_folder):
     assert made.train_dataset[0]["input_ids"][0] == new[0] and made.train_dataset[0]["input_ids"][-1] == new[1]
     made.train()
     made.save_model()
-    assert json.loads(Path("out/config.json").read_text())["eos_token_id"] == new[1] if not adapter else True
-    if not adapter:
-        again = AutoModelForCausalLM.from_pretrained("out")
-        assert again.get_input_embeddings().weight.shape[0] == rows
-        ends = again.generation_config.eos_token_id
-        assert new[1] in (ends if isinstance(ends, list) else [ends])
+    if adapter:
+        again = trainer(chats(2), None, "out")
+        assert unwrap(again.model).get_input_embeddings().weight.shape[0] == rows
+        assert_same(parameters(made), parameters(again), 0)
+        assert "2 tokens" in caplog.text and "lora_modules_to_save" in caplog.text
+        return
+    again = AutoModelForCausalLM.from_pretrained("out")
+    assert again.get_input_embeddings().weight.shape[0] == rows and again.config.eos_token_id == new[1]
+    ends = again.generation_config.eos_token_id
+    assert new[1] in (ends if isinstance(ends, list) else [ends])
 
 
 def test_eos_token_ends_texts(fresh_tokenizer):
@@ -178,7 +182,10 @@ def run(tokenizer, rows=None, model=None, **options):
     ids=["reentrant", "non-reentrant", "selective", "offloading", "compile padded", "compile", "compile aot_eager"],
 )
 def test_what_saves_memory_or_time_changes_no_number(options, tokenizer):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     plain, other = run(tokenizer), run(tokenizer, **options)
+    assert bool(torch._dynamo.utils.counters["stats"]["unique_graphs"]) == bool(options.get("torch_compile"))
     assert losses(other) == pytest.approx(losses(plain), abs=1e-5)
     assert_same(parameters(plain), parameters(other), 5e-6)
 

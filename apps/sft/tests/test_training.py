@@ -356,6 +356,16 @@ def test_an_adapter_folder_goes_on(model_folder, tokenizer):
     assert sorted(path.name for path in Path("second").glob("*.safetensors")) == ["adapter_model.safetensors"]
 
 
+def test_an_adapter_that_peft_saved_has_the_tokenizer_of_its_base(model_folder, tokenizer):
+    pytest.importorskip("peft")
+    made = trainer(chats(), None, str(model_folder), extras={"peft_config": lora()})
+    made.model.save_pretrained("bare")
+    again = trainer(chats(), None, "bare")
+    assert again.processing_class.chat_template == tokenizer.chat_template
+    again.train()
+    assert losses(again)[0] > 0
+
+
 def test_a_peft_model_trains_the_adapter_it_has(tokenizer):
     peft = pytest.importorskip("peft")
     base = tiny_model("llama", vocab_size=len(tokenizer))

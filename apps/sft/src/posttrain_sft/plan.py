@@ -42,7 +42,7 @@ def _plan(config: SFTConfig, model: LoadOptions, lora: LoraOptions, data: Datase
         tokenizer, rows = tiny_tokenizer(), demo_rows()
         whole = cut = tiny_model("llama", vocab_size=len(tokenizer))
     else:
-        tokenizer = inner_tokenizer(make_tokenizer(model, config))
+        tokenizer = inner_tokenizer(make_tokenizer(model, config)[0])
         rows, _ = load_datasets(data, evaluate=False, seed=config.seed)
         whole, cut = sketch_model(model)
     prepared, report = prepare_sft(rows, tokenizer, data_options(config))

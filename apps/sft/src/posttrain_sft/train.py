@@ -41,6 +41,7 @@ def main(config: SFTConfig, model: LoadOptions, lora: LoraOptions, data: Dataset
     with mistakes(DataError):
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
+        trainer.save_state()
     if config.push_to_hub:
         trainer.push_to_hub()
     if trainer.is_world_process_zero():

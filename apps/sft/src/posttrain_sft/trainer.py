@@ -87,7 +87,7 @@ class SFTTrainer(Trainer):
         if compute_loss_func is not None:
             raise ValueError("compute_loss_func is not offered: write a method, see docs/custom-method.md.")
         check_run(args, train_dataset, eval_dataset, compute_metrics)
-        processing_class = make_tokenizer(model, args, processing_class)
+        processing_class, added = make_tokenizer(model, args, processing_class)
         tokenizer = inner_tokenizer(processing_class)
         self._data_options = data_options(args, formatting_func)
         self._skip_preparation = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
@@ -108,6 +108,12 @@ class SFTTrainer(Trainer):
             peft_config=peft_config,
             fit=lambda loaded: _fit_to_tokenizer(unwrap(loaded), tokenizer),
         )
+        if added and not unwrap(model).get_input_embeddings().weight.requires_grad:
+            logger.warning(
+                "chat_template_path brought %d tokens whose embeddings the adapter leaves as they are: train them with "
+                "lora_modules_to_save embed_tokens lm_head",
+                len(added),
+            )
         plan = plan_shapes(model, args, train_dataset, eval_dataset)
         logger.info(str(plan))
         super().__init__(
@@ -171,12 +177,12 @@ def data_options(args: SFTConfig, formatting_func: Callable | None = None) -> SF
     )
 
 
-def make_tokenizer(model: Any, args: SFTConfig, processing_class: Any = None) -> Any:
-    """The tokenizer or processor of a run, with the chat template and end token that the options name."""
+def make_tokenizer(model: Any, args: SFTConfig, processing_class: Any = None) -> tuple[Any, list[int]]:
+    """The tokenizer or processor of a run, with the chat template that the options name, and the tokens it added."""
     processing_class = resolve_tokenizer(model, args, processing_class)
-    if args.chat_template_path is not None:
-        clone_chat_template(None, inner_tokenizer(processing_class), args.chat_template_path)
-    return processing_class
+    if args.chat_template_path is None:
+        return processing_class, []
+    return processing_class, clone_chat_template(None, inner_tokenizer(processing_class), args.chat_template_path)
 
 
 def _shuffled(dataset: Any, seed: int) -> Any:

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 import transformers
 from posttrain_devices import device_spec
@@ -245,11 +246,25 @@ def _say_memory(model: nn.Module) -> None:
 def _continue_adapter(base: PreTrainedModel, folder: str) -> Any:
     peft = require_peft(f"{folder} is an adapter")
     try:
+        _make_room(base, Path(folder, "adapter_model.safetensors"))
         model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
     except Exception as error:  # as above: no error of safetensors or peft names the folder
         raise ValueError(f"adapter {folder} cannot be loaded: {type(error).__name__}: {error}") from error
     logger.info("continuing the adapter in %s", folder)
     return model
+
+
+def _make_room(base: PreTrainedModel, weights: Path) -> None:
+    """An adapter that was trained with added tokens brings its embeddings along, which have more rows."""
+    if not weights.is_file():
+        return
+    embedding = base.get_input_embeddings()
+    name = next(name for name, module in base.named_modules() if module is embedding)
+    with safetensors.safe_open(weights, framework="pt") as file:
+        key = f"base_model.model.{name}.weight"
+        rows = file.get_slice(key).get_shape()[0] if key in file.keys() else 0  # noqa: SIM118 (not a dict)
+    if rows > embedding.weight.shape[0]:
+        base.resize_token_embeddings(rows)
 
 
 def require_peft(why: str) -> Any:

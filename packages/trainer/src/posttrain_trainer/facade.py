@@ -1,5 +1,6 @@
 """What the trainers of all apps do before they are trainers: settle arguments, tokenizer and model."""
 
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -110,7 +111,7 @@ def resolve_tokenizer(model: Any, args: Any, processing_class: Any) -> Any:
         if not name:
             raise ValueError("processing_class is missing, and the model does not say where it came from: pass one.")
         processing_class = load_tokenizer(
-            name,
+            _tokenizer_source(name),
             revision=extra.get("revision", options.model_revision if options else "main"),
             trust_remote_code=args.trust_remote_code,
         )
@@ -175,6 +176,17 @@ def resolve_model(
     if checkpointing(args) and hasattr(loaded, "peft_config"):
         loaded.enable_input_require_grads()
     return loaded
+
+
+def _tokenizer_source(name: str) -> str:
+    """The model's own name; for the folder of an adapter that was saved without a tokenizer, its base model's."""
+    if not _is_adapter(name) or (Path(name) / "tokenizer_config.json").is_file():
+        return name
+    try:
+        saved = json.loads((Path(name) / "adapter_config.json").read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{name}/adapter_config.json is damaged: {error}") from None
+    return saved.get("base_model_name_or_path") or name
 
 
 def _is_adapter(name: Any) -> bool:
