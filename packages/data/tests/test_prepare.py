@@ -178,6 +178,13 @@ def test_the_cache_is_found_again_and_knows_what_shaped_it(tmp_path):
         assert len(folders()) == before + 1
 
 
+def test_the_key_knows_the_code_that_prepares(tmp_path, monkeypatch):
+    prepared(ROWS, tmp_path)
+    monkeypatch.setattr("posttrain_data.prepare._own_code", lambda: ["another version of this package"])
+    prepared(ROWS, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_use_does_not_change_the_key():
     before = tokenizer_digest(TOKENIZER)
     TOKENIZER("some text", truncation=True, max_length=2)

@@ -151,9 +151,8 @@ def _key(dataset: Any, tokenizer: Any, options: SFTDataOptions) -> str:
     function = Hasher.hash(options.formatting_func) if options.formatting_func else None
     today = date.today().isoformat() if "strftime_now" in repr(Renderer(tokenizer).templates) else None
     packages = ("posttrain-data", "posttrain-collators", "transformers", "tokenizers")
-    return digest(
-        rows, tokenizer_digest(tokenizer), shaping, function, today, [version(package) for package in packages]
-    )
+    versions = [version(package) for package in packages]
+    return digest(rows, tokenizer_digest(tokenizer), shaping, function, today, versions, _own_code())
 
 
 @functools.cache
