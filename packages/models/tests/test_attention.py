@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from posttrain_models import attention, choose_layout, tiny_model
+from posttrain_collators import Padding, TokenCollator
+from posttrain_models import attention, choose_layout, score_tokens, tiny_model
 
 
 def reference(q, k, v, scale, bounds, window=None, softcap=None, sinks=None):
@@ -75,6 +76,18 @@ def test_a_failed_packed_call_leaves_no_trace():
     with pytest.raises(RuntimeError), attention.packed_call():
         raise RuntimeError
     assert not attention.PACKED.active
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_a_packed_call_under_autocast_offers_the_kernels_its_dtype(architecture, monkeypatch):
+    model = tiny_model(architecture)
+    seen = []
+    monkeypatch.setattr(attention, "_varlen_fits", lambda query, value, rule: seen.append((query.dtype, value.dtype)))
+    choose_layout(model, "packed")
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        score_tokens(model, TokenCollator(Padding(pad_id=0))([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]))
+    assert seen and set(seen) == {(torch.bfloat16, torch.bfloat16)}, "float32 weights must not rule fast kernels out"
 
 
 def test_no_square_mask_in_a_packed_call():

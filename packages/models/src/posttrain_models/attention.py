@@ -100,6 +100,7 @@ def posttrain_attention(
         if PACKED.active:
             PACKED.calls += 1
             PACKED.windowed += sliding_window is not None
+        query, key, value = _as_autocast(query, key, value)
         if _varlen_fits(query, value, rule):
             return _varlen(query, key, value, cu_seq_lens_q, max_length_q, rule), None
         return _by_sequence(query, key, value, cu_seq_lens_q, rule), None
@@ -117,10 +118,19 @@ def posttrain_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return None if PACKED.active else sdpa_mask(*args, **kwargs)
 
 
+def _as_autocast(*states: Tensor) -> tuple[Tensor, ...]:
+    """Float32 states in the dtype of autocast, as SDPA takes them; rotary embeddings beside float32 weights undo it."""
+    kind = states[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return states
+    return tuple(x.to(torch.get_autocast_dtype(kind)) if x.dtype == torch.float32 else x for x in states)
+
+
 def _varlen_fits(query: Tensor, value: Tensor, rule: _Rule) -> bool:
     return (
         _VARLEN
         and query.is_cuda
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[-1] == value.shape[-1] <= 256
         and query.shape[-1] % 8 == 0
