@@ -97,16 +97,17 @@ def test_a_chat_template_from_a_file(fresh_tokenizer, tmp_path):
     assert AutoTokenizer.from_pretrained("out").chat_template == PLAIN
 
 
-@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("adapter", [None, [], ["embed_tokens", "lm_head"]], ids=["full", "lora", "lora and tokens"])
 def test_a_chat_template_that_brings_tokens(adapter, tmp_path, model_folder, caplog):
     source = tiny_tokenizer()
     source.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|stop|>"]})
     source.eos_token = "<|stop|>"
     source.chat_template = "{% for m in messages %}<|turn|>{{ m['role'] }} {{ m['content'] }}<|stop|>{% endfor %}"
     source.save_pretrained(tmp_path / "source")
-    extras = {"peft_config": LoraOptions(use_peft=True, lora_r=4)} if adapter else {}
-    if adapter:
+    extras = {}
+    if adapter is not None:
         pytest.importorskip("peft")
+        extras = {"peft_config": LoraOptions(use_peft=True, lora_r=4, lora_modules_to_save=adapter or None)}
     made = trainer(chats(2), None, str(model_folder), extras=extras, chat_template_path=str(tmp_path / "source"))
     tokenizer = made.processing_class
     new = tokenizer.convert_tokens_to_ids(["<|turn|>", "<|stop|>"])
@@ -116,11 +117,11 @@ def test_a_chat_template_that_brings_tokens(adapter, tmp_path, model_folder, cap
     assert made.train_dataset[0]["input_ids"][0] == new[0] and made.train_dataset[0]["input_ids"][-1] == new[1]
     made.train()
     made.save_model()
-    if adapter:
+    if adapter is not None:
         again = trainer(chats(2), None, "out")
         assert unwrap(again.model).get_input_embeddings().weight.shape[0] == rows
         assert_same(parameters(made), parameters(again), 0)
-        assert "2 tokens" in caplog.text and "lora_modules_to_save" in caplog.text
+        assert ("2 tokens" in caplog.text and "lora_modules_to_save" in caplog.text) == (not adapter)
         return
     again = AutoModelForCausalLM.from_pretrained("out")
     assert again.get_input_embeddings().weight.shape[0] == rows and again.config.eos_token_id == new[1]
