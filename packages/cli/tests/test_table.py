@@ -138,6 +138,14 @@ def test_configs_that_cannot_be_imported(app):
         command.parse([])
 
 
+def test_configs_that_are_never_done_importing(app, monkeypatch):
+    (app / "demo_app" / "config.py").write_text("import time\ntime.sleep(60)")
+    monkeypatch.setattr("posttrain_cli.table.PATIENCE", 0.5)
+    command = Command("demo", "Demo.", {"demo": "demo_app.config:DemoConfig"}, run="demo_app.train:main")
+    with pytest.raises(CommandError, match=r"importing demo_app.config took more than 0.5 s"):
+        command.parse([])
+
+
 def test_the_generator_writes_the_shipped_table(command, app):
     (app / "demo_app" / "command.py").write_text(
         "from pathlib import Path\nfrom posttrain_cli import Command\n"

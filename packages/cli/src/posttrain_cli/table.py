@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from posttrain_cli.errors import CommandError
 
 FORMAT = 1
+PATIENCE = 600.0  # seconds that the packages may take to be imported
 
 
 class Option(NamedTuple):
@@ -108,14 +109,21 @@ def _rebuild(name: str, configs: Mapping[str, str], cache: Path) -> dict[str, An
     print(f"{name}: reading its options from the installed packages (once for these versions) ...", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "options.json")
-        done = subprocess.run(
-            [sys.executable, "-m", "posttrain_cli", json.dumps(dict(configs)), str(out)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "posttrain_cli", json.dumps(dict(configs)), str(out)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                timeout=PATIENCE,
+            )
+        except subprocess.TimeoutExpired:
+            modules = ", ".join(sorted({path.partition(":")[0] for path in configs.values()}))
+            raise CommandError(
+                f"the options of {name} cannot be read: importing {modules} took more than {PATIENCE:g} s"
+            ) from None
         table = _read(out)
     if done.returncode or table is None:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
