@@ -5,7 +5,16 @@ import logging
 
 import pytest
 import torch
-from posttrain_models import LoadOptions, LoraOptions, apply_lora, choose_layout, load_model, load_tokenizer, tiny_model
+from posttrain_models import (
+    LoadOptions,
+    LoraOptions,
+    apply_lora,
+    choose_layout,
+    load_model,
+    load_tokenizer,
+    sketch_model,
+    tiny_model,
+)
 from posttrain_models.loading import parse_dtype
 from tokenizers import Tokenizer, models
 from transformers import (
@@ -77,6 +86,7 @@ def test_an_object_is_returned_as_it_is():
         ({"model_init_kwargs": "{"}, "not JSON"),
         ({"model_init_kwargs": "[1]"}, "must be a JSON object"),
         ({"model_init_kwargs": {"device_map": "auto"}}, "device_map='auto'"),
+        ({"model_init_kwargs": {"torch_dtype": "bfloat16"}}, "torch_dtype='bfloat16', which is called dtype"),
         ({"options": LoadOptions(attn_implementation="nonsense")}, "nonsense"),
     ],
 )
@@ -94,6 +104,15 @@ def test_quantisation_without_bitsandbytes(folder, monkeypatch):
     )
     with pytest.raises(ValueError, match=r"load_in_4bit needs bitsandbytes.*\[quantization\]"):
         load_model(folder, LoadOptions(load_in_4bit=True))
+
+
+def test_quantised_weights_compute_in_the_dtype_that_is_chosen(monkeypatch):
+    from posttrain_models import loading
+
+    monkeypatch.setattr(loading, "_bitsandbytes", lambda options, dtype: dtype)
+    for extra, wanted in (({}, torch.float32), ({"dtype": "bfloat16"}, torch.bfloat16)):
+        arguments = loading._arguments(LoadOptions(load_in_4bit=True), extra, None, None)
+        assert arguments["quantization_config"] == arguments["dtype"] == wanted
 
 
 def test_damaged_folders(folder, tmp_path):
@@ -148,6 +167,8 @@ def test_damaged_adapters(adapter):
     (path / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": None}))
     with pytest.raises(ValueError, match="names no base model"):
         load_model(path)
+    with pytest.raises(ValueError, match="names no base model"):
+        sketch_model(LoadOptions(str(path)))
     (path / "adapter_config.json").write_text(json.dumps(config))
     weights = path / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
@@ -202,6 +223,9 @@ def test_text_training_of_a_vision_language_checkpoint(make, layout, tmp_path):
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen and all("language_model" not in name and "lm_head" not in name for name in frozen)
     assert choose_layout(model).name == layout
+    sketched = {name for name, p in sketch_model(LoadOptions(str(tmp_path / "one")))[0].named_parameters()
+                if not p.requires_grad}  # fmt: skip
+    assert sketched == frozen, "a plan counts what will be trained"
     batch = TokenCollator(Padding(0))([{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 10]}])
     weighted_logp_sum(model, batch, torch.ones(2, 4)).total.backward()
     for name, parameter in model.named_parameters():

@@ -74,9 +74,7 @@ def load_model(
     arguments = _arguments(options, extra, quantization_config, device)
     if adapter is None:
         return _load_base(name, arguments, "dtype" in extra)
-    base_name = adapter.get("base_model_name_or_path")
-    if not base_name:
-        raise ValueError(f"{name} is an adapter whose adapter_config.json names no base model")
+    base_name = base_of(name, adapter)
     try:
         base = _load_base(base_name, arguments, "dtype" in extra)
     except ValueError as error:
@@ -92,7 +90,10 @@ def _init_kwargs(given: dict[str, Any] | str | None) -> dict[str, Any]:
             raise ValueError(f"model_init_kwargs={given!r} is not JSON: {error}") from None
         if not isinstance(given, dict):
             raise ValueError(f"model_init_kwargs must be a JSON object, not {given!r}")
-    return dict(given or {})
+    given = dict(given or {})
+    if "torch_dtype" in given:  # `from_pretrained` would drop it beside the dtype that it is always given here
+        raise ValueError(f"model_init_kwargs has torch_dtype={given['torch_dtype']!r}, which is called dtype now")
+    return given
 
 
 def _arguments(
@@ -106,6 +107,12 @@ def _arguments(
     }
     if options.attn_implementation is not None:
         arguments["attn_implementation"] = options.attn_implementation
+    where = _placement(device)
+    if where is not None:
+        arguments["device_map"] = {"": where}
+    arguments.update(extra)
+    if isinstance(arguments["dtype"], str):
+        arguments["dtype"] = parse_dtype(arguments["dtype"])
     asked = quantization or _bitsandbytes(options, arguments["dtype"])
     if asked is not None and "quantization_config" in extra:
         raise ValueError(
@@ -113,12 +120,6 @@ def _arguments(
         )
     if asked is not None:
         arguments["quantization_config"] = asked
-    where = _placement(device)
-    if where is not None:
-        arguments["device_map"] = {"": where}
-    arguments.update(extra)
-    if isinstance(arguments["dtype"], str):
-        arguments["dtype"] = parse_dtype(arguments["dtype"])
     if arguments.get("device_map") == "auto":
         raise ValueError("device_map='auto' may land on the CPU or split the model; leave it out")
     return arguments
@@ -191,6 +192,14 @@ def adapter_config(name: str) -> dict[str, Any] | None:
         return json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def base_of(name: str, adapter: dict[str, Any]) -> str:
+    """The base model that the configuration of the adapter `name` names."""
+    base = adapter.get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{name} is an adapter whose adapter_config.json names no base model")
+    return base
 
 
 def _load_base(name: str, arguments: dict[str, Any], dtype_chosen: bool) -> PreTrainedModel:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from posttrain_models.loading import adapter_config, model_class
+from posttrain_models.loading import adapter_config, base_of, freeze_towers, model_class
 from posttrain_models.options import LoadOptions
 
 
@@ -23,7 +23,7 @@ def sketch_model(options: LoadOptions) -> tuple[nn.Module, nn.Module]:
         options: Which model; for the folder of an adapter, its base model.
 
     Returns:
-        The whole model on the meta device, and the cut one.
+        The whole model on the meta device, frozen where loading would freeze it, and the cut one.
 
     Raises:
         ValueError: There is no such model, or its configuration cannot be read.
@@ -40,7 +40,7 @@ def sketch_model(options: LoadOptions) -> tuple[nn.Module, nn.Module]:
     name = str(options.model_name_or_path)
     adapter = adapter_config(name)
     if adapter is not None:
-        name = str(adapter.get("base_model_name_or_path"))
+        name = base_of(name, adapter)
     try:
         config = AutoConfig.from_pretrained(
             name, revision=options.model_revision, trust_remote_code=options.trust_remote_code
@@ -50,6 +50,7 @@ def sketch_model(options: LoadOptions) -> tuple[nn.Module, nn.Module]:
     loader = model_class(config)
     with torch.device("meta"):
         whole = _build(loader, copy.deepcopy(config))
+    freeze_towers(whole)
     return whole, _build(loader, _cut(config)).float()
 
 
