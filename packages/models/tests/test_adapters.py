@@ -99,7 +99,7 @@ def test_an_adapter_added_after_scoring_is_scored():
 
 
 def test_the_share_and_what_is_out_of_reach_are_stated(caplog):
-    caplog.set_level(logging.INFO, "posttrain_models")
+    caplog.set_level(logging.INFO, "posttrain")
     adapted("llama")
     assert "parameters train (" in caplog.text and "out of reach" not in caplog.text
     caplog.clear()

@@ -288,6 +288,6 @@ def test_the_rank_decides_the_device(monkeypatch):
 
 
 def test_loading_is_quiet(folder, caplog):
-    caplog.set_level(logging.INFO, "posttrain_models")
+    caplog.set_level(logging.INFO, "posttrain")
     load_model(folder, LoadOptions(dtype="bfloat16"))
-    assert not [r for r in caplog.records if r.name == "posttrain_models"]
+    assert not [r for r in caplog.records if r.name == "posttrain"]

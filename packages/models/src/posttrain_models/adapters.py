@@ -13,7 +13,7 @@ from posttrain_models.loading import require_peft
 from posttrain_models.options import LoraOptions
 from posttrain_models.unwrap import base_model
 
-logger = logging.getLogger("posttrain_models")
+logger = logging.getLogger("posttrain")
 
 
 def apply_lora(model: nn.Module, options: Any, *, gradient_checkpointing: bool = False) -> Any:

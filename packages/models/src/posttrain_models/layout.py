@@ -14,7 +14,7 @@ from posttrain_models.inputs import MASKABLE, build_plan, layer_types, only_padd
 from posttrain_models.sketch import cut_copy
 from posttrain_models.unwrap import base_model, quiet, state_of, text_config
 
-logger = logging.getLogger("posttrain_models")
+logger = logging.getLogger("posttrain")
 
 
 class Layout(NamedTuple):

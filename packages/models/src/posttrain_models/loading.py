@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from posttrain_models.options import LoadOptions
 from posttrain_models.unwrap import base_model
 
-logger = logging.getLogger("posttrain_models")
+logger = logging.getLogger("posttrain")
 
 
 def load_model(

@@ -27,7 +27,7 @@ from posttrain_models.inputs import Plan, build_plan
 from posttrain_models.layout import Layout, choose_layout, probe_batch
 from posttrain_models.unwrap import base_model, quiet, state_of, text_config, unwrap
 
-logger = logging.getLogger("posttrain_models")
+logger = logging.getLogger("posttrain")
 
 
 class ModelSum(NamedTuple):

@@ -55,14 +55,13 @@ def show_messages() -> None:
     """
     if logging.root.handlers or int(os.environ.get("RANK", "0")):
         return
-    for name in ("posttrain", "posttrain_data", "posttrain_models", "posttrain_trainer"):
-        channel = logging.getLogger(name)
-        if not channel.handlers:
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(message)s"))
-            channel.addHandler(handler)
-            channel.setLevel(logging.INFO)
-            channel.propagate = False
+    if logger.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 def model_name(model: Any) -> str:
