@@ -7,7 +7,8 @@ import textwrap
 import time
 
 import pytest
-from posttrain_launchers import LaunchOptions, launch, local_processes, runs_here, world_size
+from posttrain_launchers import LaunchOptions, launch, world_size
+from posttrain_launchers.launch import local_processes, runs_here
 
 LAUNCH = """
 import sys

@@ -4,14 +4,8 @@ from itertools import islice
 
 from posttrain_data import DatasetOptions, load_datasets, prepare_sft, tiny_tokenizer
 from posttrain_models import LoadOptions, LoraOptions, apply_lora, sketch_model, tiny_model
-from posttrain_trainer import (
-    describe_batches,
-    describe_memory,
-    dtype_bytes,
-    inner_tokenizer,
-    mark_targets,
-    show_messages,
-)
+from posttrain_trainer.describe import describe_batches, describe_memory, dtype_bytes, mark_targets
+from posttrain_trainer.facade import inner_tokenizer, show_messages
 
 from posttrain_sft.config import SFTConfig
 from posttrain_sft.demo import rows as demo_rows

@@ -9,7 +9,8 @@ from typing import Any
 from posttrain_cli import CommandError
 from posttrain_data import DataError, DatasetOptions, load_datasets
 from posttrain_models import LoadOptions, LoraOptions
-from posttrain_trainer import check_files, show_messages
+from posttrain_trainer.checkpoint import check_files
+from posttrain_trainer.facade import show_messages
 
 from posttrain_sft.config import SFTConfig
 from posttrain_sft.trainer import SFTTrainer

@@ -9,16 +9,8 @@ from posttrain_collators import TokenCollator
 from posttrain_data import SFTDataOptions, clone_chat_template, prepare_sft, terminators
 from posttrain_devices import device_spec
 from posttrain_models import choose_layout, unwrap
-from posttrain_trainer import (
-    ShapePlan,
-    Trainer,
-    inner_tokenizer,
-    load_options,
-    resolve_args,
-    resolve_model,
-    resolve_shapes,
-    resolve_tokenizer,
-)
+from posttrain_trainer import ShapePlan, Trainer, resolve_shapes
+from posttrain_trainer.facade import inner_tokenizer, load_options, resolve_args, resolve_model, resolve_tokenizer
 
 from posttrain_sft.checks import check_run, check_tokenised, eval_packing, sketch
 from posttrain_sft.config import SFTConfig
@@ -61,8 +53,8 @@ class SFTTrainer(Trainer):
         ...     train_dataset=[{"text": "one two three"}],
         ...     processing_class=tokenizer,
         ... )
-        >>> trainer.train().global_step
-        1
+        >>> trainer.method
+        SFT(dft=False, router_aux_loss_coef=0.0)
     """
 
     def __init__(

@@ -185,7 +185,15 @@ def construct(spec: dict[str, Any], value: Any) -> Any:
 
 
 def guarded(action: Callable[[], int], prog: str) -> int:
-    """Run a command's action and return its exit code: 0 after a help, 2 and a line on stderr for a `CommandError`."""
+    """Run a command's action and return its exit code: 0 after a help, 2 and a line on stderr for a `CommandError`.
+
+    Example:
+        >>> from posttrain_cli import CommandError, guarded
+        >>> def action():
+        ...     raise CommandError("there is no method 'sfr'")
+        >>> guarded(action, "posttrain")
+        2
+    """
     try:
         return action()
     except SystemExit as stop:

@@ -45,7 +45,14 @@ def load_table(name: str, configs: Mapping[str, str], shipped: Path | None) -> d
 
 
 def make_table(configs: Mapping[str, str]) -> dict[str, Any]:
-    """The table of the live classes, which this imports (torch and transformers with them, where they do)."""
+    """The table of the live classes, which this imports (torch and transformers with them, where they do).
+
+    Example:
+        >>> from posttrain_cli import make_table
+        >>> table = make_table({"demo": "posttrain_cli.examples:DemoConfig"})
+        >>> [option["name"] for option in table["options"]]
+        ['learning_rate', 'layers', 'shuffle']
+    """
     from posttrain_cli.schema import make_options, packages_of
 
     owners = metadata.packages_distributions()
@@ -61,7 +68,18 @@ def make_table(configs: Mapping[str, str]) -> dict[str, Any]:
 
 
 def write_table(table: Mapping[str, Any], path: Path) -> None:
-    """Write a table in one step, so that a reader never sees a part of it; one option a line, for small diffs."""
+    """Write a table in one step, so that a reader never sees a part of it; one option a line, for small diffs.
+
+    Example:
+        >>> import json, tempfile
+        >>> from pathlib import Path
+        >>> from posttrain_cli import make_table, write_table
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder, "options.json")
+        ...     write_table(make_table({"demo": "posttrain_cli.examples:DemoConfig"}), path)
+        ...     len(json.loads(path.read_text())["options"])
+        3
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     head = json.dumps({key: value for key, value in table.items() if key != "options"}, indent=1)
     rows = ",\n  ".join(json.dumps(option, ensure_ascii=False) for option in table["options"])

@@ -41,7 +41,13 @@ def nearest(name: str, names: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
-    """`; did you mean ...?`, or nothing when no name is close."""
+    """`; did you mean ...?`, or nothing when no name is close.
+
+    Example:
+        >>> from posttrain_cli import did_you_mean
+        >>> did_you_mean("max_lenght", ["max_length", "seed"], prefix="--")
+        '; did you mean --max_length?'
+    """
     close = nearest(name, names)
     return f"; did you mean {' or '.join(prefix + known for known in close)}?" if close else ""
 

@@ -48,6 +48,16 @@ def set_rng_state(spec: DeviceSpec, states: Sequence[torch.Tensor]) -> None:
 
     Raises:
         ValueError: If there are not as many states as devices: the run cannot go on exactly as it would have.
+
+    Example:
+        >>> import torch
+        >>> from posttrain_devices import device_spec, rng_state, set_rng_state
+        >>> spec = device_spec("cpu")
+        >>> before = rng_state(spec)
+        >>> first = torch.rand(2)
+        >>> set_rng_state(spec, before)
+        >>> bool((torch.rand(2) == first).all())
+        True
     """
     import torch
 

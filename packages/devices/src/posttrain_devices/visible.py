@@ -111,6 +111,11 @@ def local_devices() -> int:
 
     Raises:
         ValueError: If the variable has a value that cannot be used on Trainium.
+
+    Example:
+        >>> from posttrain_devices import local_devices
+        >>> local_devices() >= 0
+        True
     """
     if neuron.package().kind == "native" and neuron.chips():
         cores = neuron.chips() * neuron.logical_cores_per_chip()

@@ -29,6 +29,20 @@ def run_command(command: Command, argv: Sequence[str] | None = None, prog: str |
     Returns:
         The exit code: 0, 2 for a mistake in the command line, that of the first process to fail, or 128 and the signal
         that ended the run.
+
+    Example:
+        >>> from posttrain_cli import Command
+        >>> from posttrain_launchers import run_command
+        >>> command = Command(
+        ...     "demo",
+        ...     "Show it.",
+        ...     {"demo": "posttrain_cli.examples:DemoConfig"},
+        ...     run="builtins:print",
+        ...     launcher="posttrain_launchers:LaunchOptions",
+        ... )
+        >>> run_command(command, ["--layers", "q", "--nproc_per_node", "1"])
+        DemoConfig(learning_rate=0.0001, layers=['q'], shuffle=True)
+        0
     """
     words = list(sys.argv[1:] if argv is None else argv)
     called = prog or _program(command)
@@ -59,6 +73,19 @@ def launch_options(parsed: Parsed) -> LaunchOptions:
 
     Raises:
         CommandError: If they contradict each other.
+
+    Example:
+        >>> from posttrain_cli import Command
+        >>> from posttrain_launchers import launch_options
+        >>> command = Command(
+        ...     "demo",
+        ...     "Show it.",
+        ...     {"demo": "posttrain_cli.examples:DemoConfig"},
+        ...     run="builtins:print",
+        ...     launcher="posttrain_launchers:LaunchOptions",
+        ... )
+        >>> launch_options(command.parse(["--nproc_per_node", "4"])).nproc_per_node
+        4
     """
     options = parsed.launch_options()
     if options.nproc_per_node is None and any(group.get("use_cpu") is True for group in parsed.values.values()):
@@ -94,7 +121,13 @@ def local_processes(options: LaunchOptions) -> int:
 
 
 def world_size(options: LaunchOptions) -> int:
-    """How many processes train together; of an elastic run, the fewest."""
+    """How many processes train together; of an elastic run, the fewest.
+
+    Example:
+        >>> from posttrain_launchers import LaunchOptions, world_size
+        >>> world_size(LaunchOptions(nnodes="2", nproc_per_node=8, rdzv_endpoint="host:29500"))
+        16
+    """
     if _started_elsewhere():
         return int(os.environ["WORLD_SIZE"])
     return options.nodes[0] * local_processes(options)

@@ -310,6 +310,16 @@ def load_tokenizer(
 
     Raises:
         ValueError: It cannot be loaded, or a token is not in the vocabulary.
+
+    Example:
+        >>> import tempfile
+        >>> from tokenizers import Tokenizer, models
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> words = Tokenizer(models.WordLevel({"<end>": 0, "a": 1}, unk_token="<end>"))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(folder)
+        ...     load_tokenizer(folder).pad_token
+        '<end>'
     """
     path = os.fspath(name)
     if looks_like_folder(path) and not os.path.isdir(path):

@@ -17,7 +17,8 @@ def describe_batches(args: Any, world_size: int, rows: int | None) -> str:
         rows: Prepared rows; None for a stream.
 
     Example:
-        >>> from posttrain_trainer import TrainingConfig, describe_batches
+        >>> from posttrain_trainer import TrainingConfig
+    >>> from posttrain_trainer.describe import describe_batches
         >>> args = TrainingConfig("out", use_cpu=True, gradient_accumulation_steps=2)
         >>> print(describe_batches(args, world_size=4, rows=100))
         batch: 8 rows a device x 2 accumulated x 4 devices = 64 rows a step; 100 rows, 2 steps an epoch, 6 steps in all

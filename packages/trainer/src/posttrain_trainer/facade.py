@@ -30,7 +30,8 @@ def resolve_args(args: TrainingArguments | None, config_class: type, model: Any,
         ValueError: `args` is something else.
 
     Example:
-        >>> from posttrain_trainer import TrainingConfig, resolve_args
+        >>> from posttrain_trainer import TrainingConfig
+    >>> from posttrain_trainer.facade import resolve_args
         >>> resolve_args(None, TrainingConfig, "Qwen/Qwen3-0.6B", "SFT").output_dir
         'Qwen3-0.6B-SFT'
     """
@@ -50,7 +51,7 @@ def show_messages() -> None:
     """Let the packages' one-line messages appear on stderr, on the first rank, unless logging is set up already.
 
     Example:
-        >>> from posttrain_trainer import show_messages
+        >>> from posttrain_trainer.facade import show_messages
         >>> show_messages()
     """
     if logging.root.handlers or int(os.environ.get("RANK", "0")):
@@ -78,6 +79,14 @@ def load_options(model: Any, args: Any) -> LoadOptions | None:
 
     Raises:
         ValueError: The model is neither a name, nor `LoadOptions` that give one, nor a module.
+
+    Example:
+        >>> from posttrain_trainer import TrainingConfig
+        >>> from posttrain_trainer.facade import load_options
+        >>> args = TrainingConfig("out", use_cpu=True)
+        >>> args.model_init_kwargs, args.trust_remote_code = None, False
+        >>> load_options("Qwen/Qwen3-0.6B", args).model_name_or_path
+        'Qwen/Qwen3-0.6B'
     """
     if isinstance(model, nn.Module):
         if args.model_init_kwargs:
