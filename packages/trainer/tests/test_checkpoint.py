@@ -328,4 +328,4 @@ def test_a_process_killed_while_saving_leaves_a_checkpoint(tmp_path):
 
 @pytest.mark.slow
 def test_many_processes_killed_while_saving_leave_checkpoints(tmp_path):
-    kill_while_saving(tmp_path, seed=1, times=15)
+    kill_while_saving(tmp_path, seed=1, times=10)

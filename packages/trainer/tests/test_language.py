@@ -7,6 +7,7 @@ from typing import Any
 import posttrain_trainer.memory as memory
 import pytest
 import torch
+import toy_runs
 from posttrain_collators import Padding, TokenCollator
 from posttrain_devices import device_spec
 from posttrain_losses import Mean
@@ -193,3 +194,13 @@ def test_bfloat16_trains(tmp_path):
     found = language(tmp_path, bf16=True)
     found.train()
     assert all(torch.isfinite(parameter).all() for parameter in parameters(found))
+
+
+@pytest.mark.slow
+def test_a_model_sharded_with_fsdp2_trains_as_a_whole_one(tmp_path):
+    both = toy_runs.run(2, "sharded", tmp_path)
+    one = language(tmp_path / "one", per_device_train_batch_size=8, max_grad_norm=1.0)
+    one.train()
+    for left, right in zip(both["logs"], logs(one), strict=True):
+        assert left == pytest.approx(right, rel=1e-4)
+    assert both["eval"] == pytest.approx(one.evaluate()["eval_loss"], rel=1e-5)

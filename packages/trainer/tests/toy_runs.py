@@ -192,7 +192,7 @@ def start(world: int, job: str, folder: Path, **settings: Any) -> list[subproces
     return found
 
 
-def finish(processes: list[subprocess.Popen], timeout: float = 240) -> None:
+def finish(processes: list[subprocess.Popen], timeout: float = 540) -> None:
     errors = []
     for process in processes:
         _, error = process.communicate(timeout=timeout)

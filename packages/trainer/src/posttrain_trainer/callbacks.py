@@ -8,7 +8,7 @@ import torch
 from posttrain_models import unwrap
 from transformers import TrainerCallback
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("posttrain")
 
 
 class BEMACallback(TrainerCallback):

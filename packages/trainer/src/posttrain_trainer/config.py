@@ -107,6 +107,11 @@ class TrainingConfig(TrainingArguments):
         return device_spec("cpu" if on_cpu else None)
 
     def _resolve_precision(self, spec: DeviceSpec) -> None:
+        if self.fp16 and (spec.name == "cpu" or "float16" not in spec.autocast_dtypes):
+            raise ValueError(
+                f"fp16=True, but mixed precision in float16 is not to be had on {spec.name}: write fp16=False "
+                "(bf16=True where the device has it)"
+            )
         if self.bf16 is None:
             self.bf16 = not self.fp16 and spec.name != "cpu" and supports_bf16(spec)
         elif self.bf16 and not self.use_cpu:

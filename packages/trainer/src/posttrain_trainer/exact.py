@@ -18,7 +18,7 @@ from posttrain_trainer.ranks import Ranks
 from posttrain_trainer.state import load_callbacks, load_state, save_callbacks, save_state
 from posttrain_trainer.weights import check_weights, load_converted, needs_conversion
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("posttrain")
 
 
 @contextlib.contextmanager
@@ -109,6 +109,13 @@ class ExactTrainer(transformers.Trainer):
             load_converted(inner, folder)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        folder, inner = Path(self.state.best_model_checkpoint), unwrap(self.model)
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled) and needs_conversion(inner, folder):
+            load_converted(inner, folder)
+        else:
+            super()._load_best_model()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Nothing: transformers calls this after the first batches were drawn, `_restore` does it before."""

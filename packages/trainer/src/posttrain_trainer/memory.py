@@ -26,7 +26,8 @@ OFFLOAD_BYTES = 1024
 def attention_operators() -> frozenset[Any]:
     """The attention kernels of this PyTorch."""
     found = {getattr(getattr(torch.ops.aten, name, None), "default", None) for name in ATTENTION}
-    return frozenset(found - {None})
+    varlen = getattr(getattr(torch.ops, "torch_attn", None), "_varlen_attn", None)
+    return frozenset({*found, getattr(varlen, "default", None)} - {None})
 
 
 def keep_attention(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
@@ -69,7 +70,7 @@ def offloaded_activations(model: torch.nn.Module) -> Iterator[None]:
 
     Parameters and their views stay where they are, and so do tensors under 1 KiB and those on the CPU.
     """
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters() if _plain(parameter)}
 
     def pack(tensor: torch.Tensor) -> Any:
         here = tensor.device.type == "cpu" or tensor.numel() * tensor.element_size() < OFFLOAD_BYTES

@@ -126,3 +126,15 @@ def check_prepared(before: Sequence[Any], after: Any) -> list[Any]:
                 "prepare an Anchor's .batch and return it as Anchor(batch)"
             )
     return after
+
+
+def positions(batch: Any) -> int:
+    """Positions that the model computes: those of `input_ids`, or of every tensor of token ids."""
+    if isinstance(batch, Anchor):
+        return 0
+    ids = getattr(batch, "input_ids", None)
+    if ids is not None:
+        return ids.numel()
+    fields = batch if isinstance(batch, tuple) else ()
+    tensors = [value for value in fields if isinstance(value, torch.Tensor)]
+    return sum(value.numel() for value in tensors if value.dtype == torch.int64 and value.ndim > 1)

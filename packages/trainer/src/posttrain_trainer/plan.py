@@ -10,7 +10,7 @@ import torch
 from posttrain_collators import Padding, plan_shapes
 from posttrain_devices import DeviceSpec, device_spec, resolve_pad_multiple
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("posttrain")
 
 
 @dataclass(frozen=True)

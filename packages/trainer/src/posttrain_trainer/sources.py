@@ -11,7 +11,7 @@ import torch
 
 from posttrain_trainer.method import Anchor
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("posttrain")
 
 Collate = Callable[..., Any]
 
@@ -72,6 +72,11 @@ def fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
     if hasattr(dataset, "__getitems__") and indices:
         return dataset.__getitems__(indices)
     return [dataset[index] for index in indices]
+
+
+def row_length(column: str, row: Any) -> int:
+    """Tokens of a row: what the column says, or the length of its `input_ids`."""
+    return int(row[column]) if column in row else len(row["input_ids"])
 
 
 def _collated(collate: Collate, rows: list[Any], spare: Any, size: int | None) -> Any:

@@ -16,15 +16,16 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
 
 from posttrain_trainer import card, evaluation
-from posttrain_trainer.config import TrainingConfig, checkpointing, checkpointing_kwargs
+from posttrain_trainer.checks import check_arguments
+from posttrain_trainer.config import TrainingConfig, checkpointing_kwargs
 from posttrain_trainer.exact import ExactTrainer
 from posttrain_trainer.memory import offloaded_activations, use_selective_checkpointing
-from posttrain_trainer.method import Anchor, Method, check_prepared, keyed, token_count
+from posttrain_trainer.method import Anchor, Method, check_prepared, keyed, positions, token_count
 from posttrain_trainer.plan import ShapePlan, ShapeWatch
 from posttrain_trainer.ranks import compute, from_saved, merge, merge_packed, pack, placed, ratio, to_saved
-from posttrain_trainer.sources import EvaluationSource, MapSource, StreamSource, is_batch_source
+from posttrain_trainer.sources import EvaluationSource, MapSource, StreamSource, is_batch_source, row_length
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("posttrain")
 
 TOKENS = " tokens"  # rides along with the counts, under a name that no method has
 RESERVED = frozenset({"loss", "learning_rate", "grad_norm", "epoch", "step", "num_tokens", "train_loss"})
@@ -109,7 +110,7 @@ class Trainer(ExactTrainer):
         method_name: str | None = None,
     ) -> None:
         args = TrainingConfig() if args is None else args
-        _check_arguments(method, args, data_collator, (train_dataset, eval_dataset), compute_metrics)
+        check_arguments(method, args, data_collator, (train_dataset, eval_dataset), compute_metrics)
         if args.n_gpu > 1:
             logger.warning(
                 "%d devices are visible to this one process, which trains on one of them; start one process for each "
@@ -180,7 +181,7 @@ class Trainer(ExactTrainer):
                 self.data_collator,
                 shuffle=strategy != "sequential",
                 drop_last=self.args.dataloader_drop_last,
-                lengths=functools.partial(_row_length, self.args.length_column_name)
+                lengths=functools.partial(row_length, self.args.length_column_name)
                 if strategy == "group_by_length"
                 else None,
                 **common,
@@ -375,13 +376,13 @@ class Trainer(ExactTrainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Operations of forward and backward, padding included."""
-        return self._flops_per_token * _elements(inputs)
+        return self._flops_per_token * positions(inputs)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         which = self.args.include_num_input_tokens_seen
         if which == "no":
             return
-        tokens: Any = _elements(inputs)
+        tokens: Any = positions(inputs)
         if which == "non_padding" and not isinstance(inputs, Anchor):
             counted = token_count(self.method, inputs)
             tokens = tokens if counted is None else counted
@@ -482,51 +483,3 @@ class Trainer(ExactTrainer):
         """Writes the model card to `output_dir`."""
         if self.is_world_process_zero():
             (Path(self.args.output_dir) / "README.md").write_text(self.model_card(), encoding="utf-8")
-
-
-def _check_arguments(method: Any, args: Any, collator: Any, data: tuple[Any, Any], compute_metrics: Any) -> None:
-    if not isinstance(method, Method):
-        raise ValueError(f"method={method!r}: a method has count(batch) and loss(model, batch)")
-    for rows in data:
-        parts = rows.values() if isinstance(rows, dict) else [rows]
-        if collator is None and any(part is not None and not is_batch_source(part) for part in parts):
-            raise ValueError(
-                "data_collator is None: pass a function that makes a batch (a NamedTuple) of a list of rows"
-            )
-    if compute_metrics is not None and not hasattr(method, "predict"):
-        raise ValueError(
-            f"compute_metrics needs predictions, and {type(method).__name__} has no predict(model, batch): "
-            "write one, or return metrics from its loss"
-        )
-    if "loss" in args.include_for_metrics:
-        raise ValueError(
-            "include_for_metrics=['loss']: there is no loss for each row; return a metric from method.loss"
-        )
-    if args.label_smoothing_factor:
-        raise ValueError(
-            f"label_smoothing_factor={args.label_smoothing_factor}: the loss is the method's own; set it to 0"
-        )
-    if args.auto_find_batch_size:
-        raise ValueError("auto_find_batch_size=True would change the rows of a step in mid-run: set it to False")
-    if args.dataloader_num_workers:
-        logger.warning("dataloader_num_workers has no effect: batches are made when an optimiser step asks for them")
-    if checkpointing_kwargs(args).get("selective") and not checkpointing(args):
-        raise ValueError(
-            "gradient_checkpointing_kwargs has 'selective' but gradient_checkpointing is False: set it to True"
-        )
-
-
-def _row_length(column: str, row: Any) -> int:
-    return int(row[column]) if column in row else len(row["input_ids"])
-
-
-def _elements(batch: Any) -> int:
-    """Positions that the model computes: those of `input_ids`, or of every tensor of token ids."""
-    if isinstance(batch, Anchor):
-        return 0
-    ids = getattr(batch, "input_ids", None)
-    if ids is not None:
-        return ids.numel()
-    fields = batch if isinstance(batch, tuple) else ()
-    tensors = [value for value in fields if isinstance(value, torch.Tensor)]
-    return sum(value.numel() for value in tensors if value.dtype == torch.int64 and value.ndim > 1)
