@@ -9,12 +9,14 @@ from pathlib import Path
 import posttrain_trainer.checkpoint as checkpoint
 import pytest
 import torch
+import toy_jobs
 import toy_runs
 from posttrain_models import tiny_model
 from posttrain_trainer.checkpoint import MANIFEST, tidy, writing
 from posttrain_trainer.weights import check_weights
 from safetensors.torch import load_file, save_file
-from toy_runs import parameters, trainer
+from toy_jobs import StopAt
+from toy_runs import logs, parameters, trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 SETTINGS = {
@@ -298,9 +300,10 @@ def test_a_checkpoint_of_transformers_itself_resumes(copy, caplog):
 
 
 def kill_while_saving(tmp_path, seed, times):
+    """After each kill the newest checkpoint loads, and goes on bit for bit as a run that was never killed."""
     chance = random.Random(seed)
     (tmp_path / "cut").mkdir()
-    for _ in range(times):
+    for turn in range(times):
         (tmp_path / "ready").unlink(missing_ok=True)
         (process,) = toy_runs.start(1, "saving", tmp_path)
         while not (tmp_path / "ready").exists():
@@ -312,14 +315,15 @@ def kill_while_saving(tmp_path, seed, times):
         process.kill()
         process.communicate()
         last = get_last_checkpoint(str(tmp_path / "cut"))
-        found = trainer(tmp_path / "cut", count=64, max_steps=10**9, callbacks=[StopNow()])
-        found.train(resume_from_checkpoint=last)
-        assert found.state.global_step == int(last.rpartition("-")[2]) + 1
-
-
-class StopNow(toy_runs.TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = True
+        end = int(last.rpartition("-")[2]) + 3
+        settings = {**toy_jobs.SAVING, "save_strategy": "no", "callbacks": [StopAt(end)]}
+        resumed = trainer(tmp_path / "cut", model=toy_runs.net(0.3, seed=9), **settings)
+        resumed.train(resume_from_checkpoint=last)
+        whole = trainer(tmp_path / f"whole-{turn}", **settings)
+        whole.train()
+        assert resumed.state.global_step == whole.state.global_step == end
+        assert all(torch.equal(a, b) for a, b in zip(parameters(resumed), parameters(whole), strict=True))
+        assert logs(resumed) == logs(whole)
 
 
 def test_a_process_killed_while_saving_leaves_a_checkpoint(tmp_path):

@@ -1,4 +1,3 @@
-import math
 import shutil
 
 import pytest
@@ -201,20 +200,14 @@ def test_state_of_a_source_must_be_plain(tmp_path):
         trainer(tmp_path, train_dataset=Odd(), max_steps=1, save_strategy="steps", save_steps=1).train()
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_killed_run_resumes_bit_for_bit(tmp_path, world):
-    batch = {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 2, "save_steps": 5}
-    settings = {**batch, "logging_steps": 4}
-    processes = toy_runs.start(world, "killed", tmp_path, step=8, **settings)
-    for process in processes:
-        process.communicate(timeout=240)
+@pytest.mark.slow
+def test_two_killed_ranks_resume_bit_for_bit(tmp_path):
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "save_steps": 5, "logging_steps": 4}
+    for process in toy_runs.start(2, "killed", tmp_path, step=8, **settings):
+        process.communicate(timeout=540)
         assert process.returncode
-    if world > 1:
-        both = toy_runs.run(world, "finished", tmp_path, **settings)
-        whole, resumed = both["whole"], both["resumed"]
-    else:
-        found = toy_jobs.finished(tmp_path, **settings)
-        whole, resumed = found["whole"], found["resumed"]
+    both = toy_runs.run(2, "finished", tmp_path, **settings)
+    whole, resumed = both["whole"], both["resumed"]
     for left, right in zip(whole["parameters"], resumed["parameters"], strict=True):
         assert torch.equal(left, right)
-    assert whole["logs"] == resumed["logs"] and not math.isnan(whole["logs"][-1]["train_loss"])
+    assert whole["logs"] == resumed["logs"]

@@ -201,7 +201,7 @@ def evaluated(tmp_path, count, **settings):
 @pytest.mark.parametrize("batch_size", [1, 2, 5, 32])
 def test_eval_loss_is_total_over_total(tmp_path, batch_size):
     found, metrics = evaluated(tmp_path, 13, per_device_eval_batch_size=batch_size)
-    model = found.model.double()
+    model = found.model.double().requires_grad_(False)
     errors = [(model(row["x"].double()).squeeze(-1) - row["y"].double()) ** 2 for row in rows(13, seed=8)]
     assert metrics["eval_loss"] == pytest.approx(float(torch.cat(errors).mean()), rel=1e-6)
     assert metrics["eval_error"] == pytest.approx(metrics["eval_loss"], rel=1e-6)
@@ -247,6 +247,7 @@ def test_compute_metrics_and_predict(tmp_path):
         compute_metrics=measure,
         preprocess_logits_for_metrics=lambda logits, labels: logits * 1.0,
     )
+    found.model.requires_grad_(False)
     errors = [(found.model(row["x"]).squeeze(-1) - row["y"]).abs() for row in rows(13, seed=8)]
     assert metrics["eval_gap"] == pytest.approx(float(torch.cat(errors).mean()), rel=1e-5)
     assert seen == [(13, 5)]

@@ -51,7 +51,7 @@ def two_ranks(folder: Path):
     )
     # 9 rows, 8 a step: the last step has one row for two ranks
     results["anchor"] = split(folder, "a", count=9, per_device_train_batch_size=4)
-    results["lonely"] = split(folder, "l", count=8, method=Squares(lonely=True), per_device_train_batch_size=1)
+    results["lonely"] = split(folder, "l", count=12, method=Squares(lonely=True), per_device_train_batch_size=1)
     results["resume"] = resume(folder, save_steps=3)
     results["evaluation"] = evaluation(folder)
     return results
@@ -125,12 +125,13 @@ def finished(folder: Path, **settings):
     return {"whole": outcome(whole), "resumed": outcome(resumed)}
 
 
-def saving(folder: Path, **settings):
+SAVING = {"count": 50, "dropout": 0.3, "num_train_epochs": 10000, "logging_steps": 4, "per_device_train_batch_size": 4}
+SAVING |= {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+
+
+def saving(folder: Path):
     """Saves in every step, for ever; somebody else kills it."""
-    found = trainer(
-        folder / "cut", count=64, num_train_epochs=100000, save_strategy="steps", save_steps=1, save_total_limit=2,
-        **settings,
-    )  # fmt: skip
+    found = trainer(folder / "cut", **SAVING)
     (folder / "ready").touch()
     found.train(resume_from_checkpoint=True if list((folder / "cut").glob("checkpoint-*")) else None)
 

@@ -1,5 +1,6 @@
 """The model card that is written with every checkpoint."""
 
+import functools
 import importlib.metadata
 import json
 from pathlib import Path
@@ -16,6 +17,7 @@ def dataset_name(dataset: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Installed versions of what training depends on."""
     found = {}
