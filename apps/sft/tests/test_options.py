@@ -82,6 +82,20 @@ def test_compute_metrics_sees_logits_and_labels(tokenizer):
     assert trainer(texts(4), tokenizer, extras=extras).evaluate()["eval_shape"] == 2
 
 
+def test_predictions_are_of_rows_as_they_are_although_training_packs(tokenizer):
+    rows = pairs(3)
+    made = trainer(texts(8), tokenizer, packing=True, max_length=64)
+    found = made.predict(rows)
+    alone = trainer(texts(8), tokenizer)
+    alone.model.load_state_dict(made.model.state_dict())
+    wanted = alone.predict(rows)
+    assert found.label_ids.shape[0] == len(rows)
+    np.testing.assert_array_equal(found.label_ids, wanted.label_ids)
+    np.testing.assert_allclose(found.predictions, wanted.predictions, atol=1e-4)
+    with pytest.raises(ValueError, match="one sequence a row"):
+        made.method.predict(made.model, made.data_collator([made.train_dataset[0]]))
+
+
 # ---- Templates and tokens ----
 
 PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}"

@@ -59,12 +59,22 @@ class SFT:
             "mean_token_accuracy": Mean.of(result.scores.top1, batch.loss_mask),
         }
         if self.router_aux_loss_coef:
+            if result.aux_loss is None:
+                raise ValueError("this model computes no load-balancing loss: set router_aux_loss_coef=0.")
             sums["aux_loss"] = self.router_aux_loss_coef * result.aux_loss
             metrics["aux_loss"] = Mean.of(result.aux_loss)
         return sums, metrics
 
     def predict(self, model: torch.nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Full logits `(B, T, V)` and labels `(B, T)` (-100 where nothing is a target), for `compute_metrics` alone."""
+        """Full logits `(B, T, V)` and labels `(B, T)` (-100 where nothing is a target), for `compute_metrics` alone.
+
+        Raises:
+            ValueError: A row holds several sequences, which a plain call would mix.
+        """
+        if bool((batch.segment_ids > 1).any()):
+            raise ValueError(
+                "predictions need one sequence a row: set packing=False (eval_packing=False) for these rows."
+            )
         logits = model(
             input_ids=batch.input_ids,
             attention_mask=(batch.segment_ids > 0).long(),

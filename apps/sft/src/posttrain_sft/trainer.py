@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from posttrain_collators import TokenCollator
 from posttrain_data import SFTDataOptions, clone_chat_template, prepare_sft, terminators
 from posttrain_devices import device_spec
@@ -132,7 +133,8 @@ class SFTTrainer(Trainer):
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> Any:
         """Logits, labels and metrics of rows, which are prepared as evaluation rows are."""
-        rows = self._prepared_eval(test_dataset, self.processing_class, self.args)
+        options = replace(self._data_options, packing=False)
+        rows = self._prepared(test_dataset, self.processing_class, options, metric_key_prefix)
         return super().predict(rows, ignore_keys, metric_key_prefix)
 
     def _prepared(self, dataset: Any, processing_class: Any, options: SFTDataOptions, name: str) -> Any:
@@ -231,6 +233,10 @@ def plan_shapes(model: Any, args: SFTConfig, *datasets: Any) -> ShapePlan:
         raise ValueError("packing=True keeps rows apart by computing no padding: leave padding_free=False out.")
     if args.max_shapes is not None and args.padding_free is None and not args.packing:
         wanted = "padded"
+    # Probed in the precision of training, which decides the attention kernel.
+    half = torch.bfloat16 if args.bf16 else torch.float16
+    with torch.autocast(args.device.type, half, enabled=bool(args.bf16 or args.fp16)):
+        layout = choose_layout(model, wanted, static_shapes=spec.static_shapes)
     return resolve_shapes(
         max_length=args.max_length,
         batch_size=args.per_device_train_batch_size,
@@ -238,7 +244,7 @@ def plan_shapes(model: Any, args: SFTConfig, *datasets: Any) -> ShapePlan:
         padding_free=bool(args.padding_free),
         pad_to_multiple_of=args.pad_to_multiple_of,
         max_shapes=args.max_shapes,
-        layout=choose_layout(model, wanted, static_shapes=spec.static_shapes),
+        layout=layout,
         spec=spec,
         lengths=_lengths(*datasets),
     )
