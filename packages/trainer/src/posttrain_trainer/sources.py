@@ -74,6 +74,15 @@ def fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
     return [dataset[index] for index in indices]
 
 
+def _check_order(state: dict[str, Any], mine: dict[str, Any]) -> None:
+    for name, value in mine.items():
+        if state[name] != value:
+            raise ValueError(
+                f"the checkpoint was written with {name}={state[name]}, this run has {name}={value}: the order of rows "
+                "cannot continue; restore it, or resume with ignore_data_skip=True to begin the epoch anew"
+            )
+
+
 def row_length(column: str, row: Any) -> int:
     """Tokens of a row: what the column says, or the length of its `input_ids`."""
     return int(row[column]) if column in row else len(row["input_ids"])
@@ -217,12 +226,7 @@ class MapSource:
         Raises:
             ValueError: If the rows of a step would be others than in the run that was saved.
         """
-        for name, value in self._identity().items():
-            if state[name] != value:
-                raise ValueError(
-                    f"the checkpoint was written with {name}={state[name]}, this run has {name}={value}: the order of "
-                    f"rows cannot continue; restore it, or resume with ignore_data_skip=True to begin an epoch anew"
-                )
+        _check_order(state, self._identity())
         self.epoch, self.step = state["epoch"], state["step"]
 
 
@@ -329,12 +333,7 @@ class StreamSource:
         Raises:
             ValueError: If the order of rows would be another than in the run that was saved.
         """
-        for name, value in self._identity().items():
-            if state[name] != value:
-                raise ValueError(
-                    f"the checkpoint was written with {name}={state[name]}, this run has {name}={value}: the order of "
-                    "rows cannot continue; restore it, or resume with ignore_data_skip=True to begin the stream anew"
-                )
+        _check_order(state, self._identity())
         self._position = {name: state[name] for name in self._position}
 
 
