@@ -26,13 +26,15 @@ def save_state(folder: Path, rank: int, state: dict[str, Any]) -> None:
 
 
 def load_state(folder: Path, rank: int) -> dict[str, Any] | None:
-    """Reads one rank's state; None if the checkpoint has none.
+    """Reads one rank's state; None if the checkpoint has none of any rank.
 
     Raises:
-        ValueError: If the file cannot be read.
+        ValueError: If the file cannot be read, or is missing beside that of the first rank.
     """
     path = folder / state_file(rank)
     if not path.exists():
+        if rank:
+            raise damaged(folder, path.name, "is missing")
         return None
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
