@@ -50,9 +50,7 @@ def test_wrong_packages(install, add_chips, no_accelerator, version, native, mat
     add_chips(1)
     (error,) = messages("error")
     assert match in error
-    assert error.endswith(
-        "pip install 'torch-neuronx==2.14.*' --extra-index-url https://pip.repos.neuron.amazonaws.com"
-    )
+    assert error.endswith("pip install 'torch-neuronx==2.14.*' from the package index of AWS's Neuron setup guide")
 
 
 @pytest.mark.filterwarnings("ignore:Trainium chips")

@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple
 CORES_PER_CHIP = 8
 LNC_VARIABLE = "NEURON_LOGICAL_NC_CONFIG"
 DEFAULT_LNC = 2
-AWS_INDEX = "https://pip.repos.neuron.amazonaws.com"
 ROOT = Path("/")
 
 
@@ -67,7 +66,7 @@ def package_problem() -> str | None:
         "xla": f"torch-neuronx {installed.version} is the plug-in for torch-xla, not the native TorchNeuron",
         "native": f"torch-neuronx {installed.version} does not fit torch {torch}",
     }[installed.kind]
-    return f"{found}: pip install 'torch-neuronx=={torch}.*' --extra-index-url {AWS_INDEX}"
+    return f"{found}: pip install 'torch-neuronx=={torch}.*' from the package index of AWS's Neuron setup guide"
 
 
 def chips() -> int:
