@@ -10,6 +10,7 @@ from posttrain_models import (
     LoraOptions,
     apply_lora,
     choose_layout,
+    fit_tokens,
     load_model,
     load_tokenizer,
     sketch_model,
@@ -246,23 +247,25 @@ def tokenizer(path, **special):
 def test_tokenizers_have_a_padding_token(tmp_path):
     assert load_tokenizer(tokenizer(tmp_path / "a", eos_token="<end>")).pad_token == "<end>"
     assert load_tokenizer(tokenizer(tmp_path / "b", eos_token="<end>", pad_token="<pad>")).pad_token == "<pad>"
-    assert load_tokenizer(tmp_path / "a", pad_token="<pad>", eos_token="b").eos_token_id == 1
-    with pytest.raises(ValueError, match="pad_token='<none>' is not in the vocabulary"):
-        load_tokenizer(tmp_path / "a", pad_token="<none>")
+    assert load_tokenizer(tmp_path / "a", eos_token="b").eos_token_id == 1
+    with pytest.raises(ValueError, match="eos_token='<none>' is not in the vocabulary"):
+        load_tokenizer(tmp_path / "a", eos_token="<none>")
     with pytest.raises(ValueError, match="neither a padding nor an end token"):
         load_tokenizer(tokenizer(tmp_path / "c"))
     with pytest.raises(ValueError, match="does not exist"):
         load_tokenizer(tmp_path / "missing")
 
 
-def test_special_tokens_are_mirrored(tmp_path):
-    model = tiny_model("llama")
-    load_tokenizer(tokenizer(tmp_path / "a", eos_token="<end>", pad_token="<pad>"), model=model)
+def test_models_are_fitted_to_the_tokens(tmp_path):
+    model = tiny_model("llama", vocab_size=3)
+    tokens = load_tokenizer(tokenizer(tmp_path / "a", eos_token="<end>", pad_token="<pad>"))
+    fit_tokens(model, tokens)
+    assert model.get_input_embeddings().weight.shape[0] == 64
     assert (model.config.pad_token_id, model.config.eos_token_id) == (3, 2)
     assert (model.generation_config.pad_token_id, model.generation_config.eos_token_id) == (3, 2)
     model.generation_config.eos_token_id = [7, 8]
-    load_tokenizer(tmp_path / "a", model=model)
-    assert model.generation_config.eos_token_id == [2, 7, 8]
+    fit_tokens(model, tokens, ends=[1])
+    assert model.generation_config.eos_token_id == [1, 2, 7, 8]
 
 
 def test_dtypes():

@@ -9,7 +9,7 @@ import torch
 from posttrain_collators import TokenCollator
 from posttrain_data import SFTDataOptions, clone_chat_template, prepare_sft, terminators
 from posttrain_devices import device_spec
-from posttrain_models import choose_layout, unwrap
+from posttrain_models import choose_layout, fit_tokens, unwrap
 from posttrain_trainer import ShapePlan, Trainer, resolve_shapes
 from posttrain_trainer.facade import inner_tokenizer, load_options, resolve_args, resolve_model, resolve_tokenizer
 
@@ -99,7 +99,7 @@ class SFTTrainer(Trainer):
             args,
             quantization_config=quantization_config,
             peft_config=peft_config,
-            fit=lambda loaded: _fit_to_tokenizer(unwrap(loaded), tokenizer),
+            fit=lambda loaded: fit_tokens(loaded, tokenizer, terminators(tokenizer)),
         )
         if added and not unwrap(model).get_input_embeddings().weight.requires_grad:
             logger.warning(
@@ -185,23 +185,6 @@ def _shuffled(dataset: Any, seed: int) -> Any:
 
         return random.Random(seed).sample(list(dataset), len(dataset))
     return dataset.shuffle(seed=seed)
-
-
-def _fit_to_tokenizer(model: Any, tokenizer: Any) -> None:
-    """Room for every token, and every way that a turn may end known to `generate`."""
-    needed = max(tokenizer.get_vocab().values()) + 1
-    if needed > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(needed, pad_to_multiple_of=64)
-    ends = terminators(tokenizer)
-    for config in (model.config, getattr(model, "generation_config", None)):
-        if config is not None:
-            config.pad_token_id = tokenizer.pad_token_id
-    model.config.eos_token_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else ends[0]
-    if getattr(model, "generation_config", None) is not None:
-        before = model.generation_config.eos_token_id
-        known = before if isinstance(before, list) else [] if before is None else [before]
-        every = list(dict.fromkeys([*ends, *known]))
-        model.generation_config.eos_token_id = every if len(every) > 1 else every[0]
 
 
 def _router_coefficient(model: Any, args: SFTConfig) -> float:

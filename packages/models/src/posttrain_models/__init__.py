@@ -2,7 +2,7 @@
 
 from posttrain_models.adapters import apply_lora
 from posttrain_models.layout import Layout, choose_layout
-from posttrain_models.loading import load_model, load_tokenizer
+from posttrain_models.loading import complete_tokenizer, fit_tokens, load_model, load_tokenizer
 from posttrain_models.options import LoadOptions, LoraOptions
 from posttrain_models.scorer import ModelSum, score_tokens, weighted_logp_sum
 from posttrain_models.sketch import sketch_model
@@ -16,6 +16,8 @@ __all__ = [
     "ModelSum",
     "apply_lora",
     "choose_layout",
+    "complete_tokenizer",
+    "fit_tokens",
     "load_model",
     "load_tokenizer",
     "score_tokens",

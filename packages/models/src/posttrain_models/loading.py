@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -290,20 +291,15 @@ def load_tokenizer(
     *,
     revision: str = "main",
     trust_remote_code: bool = False,
-    pad_token: str | None = None,
     eos_token: str | None = None,
-    model: nn.Module | None = None,
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that has a padding token.
+    """Load a tokenizer that has a padding token: see `complete_tokenizer`.
 
     Args:
         name: A folder or a name on the hub.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run the code that comes with the tokenizer.
-        pad_token: The padding token; default: the tokenizer's own, else its end token, which is safe because masks go
-            by length and never by id.
         eos_token: The end token; default: the tokenizer's own.
-        model: Its configuration and generation configuration get the padding and end token.
 
     Returns:
         The tokenizer.
@@ -328,32 +324,74 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # many kinds, none of which names the folder
         raise ValueError(f"tokenizer {path} cannot be loaded: {type(error).__name__}: {error}") from error
-    vocabulary = tokenizer.get_vocab()
-    for option, token in (("pad_token", pad_token), ("eos_token", eos_token)):
-        if token is not None and token not in vocabulary:
-            raise ValueError(f"{option}={token!r} is not in the vocabulary of {path}")
-        if token is not None:
-            setattr(tokenizer, option, token)
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise ValueError(f"tokenizer {path} has neither a padding nor an end token; give pad_token")
-        tokenizer.pad_token = tokenizer.eos_token
-    if model is not None:
-        mirror_tokens(base_model(model), tokenizer)
+    complete_tokenizer(tokenizer, eos_token=eos_token)
     return tokenizer
 
 
-def mirror_tokens(base: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the tokenizer's padding and end token into the model's configurations.
+def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, *, eos_token: str | None = None) -> None:
+    """Give a tokenizer, in place, the end token that is asked for, and a padding token if it has none.
 
-    A generation configuration that lists several end tokens keeps them.
+    The end token pads then, which is safe because masks go by length and never by id.
+
+    Args:
+        tokenizer: The tokenizer.
+        eos_token: The end token; default: the tokenizer's own.
+
+    Raises:
+        ValueError: The end token is not in the vocabulary, or there is nothing to pad with.
+
+    Example:
+        >>> from tokenizers import Tokenizer, models
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> words = Tokenizer(models.WordLevel({"<end>": 0, "a": 1}, unk_token="<end>"))
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+        >>> complete_tokenizer(tokenizer, eos_token="<end>")
+        >>> tokenizer.pad_token
+        '<end>'
     """
-    pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
-    for config in (base.config, base.config.get_text_config(), getattr(base, "generation_config", None)):
-        if config is None:
-            continue
-        config.pad_token_id = pad
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        if eos is not None and eos not in ends:
-            known = [end for end in ends if end is not None]
-            config.eos_token_id = [eos, *known] if len(known) > 1 else eos
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    if eos_token is not None:
+        if eos_token not in tokenizer.get_vocab():
+            raise ValueError(f"eos_token={eos_token!r} is not in the vocabulary of tokenizer {name}")
+        tokenizer.eos_token = eos_token
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError(f"tokenizer {name} has neither a padding nor an end token: set `pad_token` on it")
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def fit_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()) -> None:
+    """Give a model room for every token of a tokenizer, and its padding and end tokens.
+
+    Args:
+        model: The model; embeddings grow to a multiple of 64 rows if they are too few.
+        tokenizer: Has a padding token.
+        ends: Ids that `generate` is to stop at, in front of those that the generation configuration lists already.
+
+    Example:
+        >>> from tokenizers import Tokenizer, models
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> from posttrain_models import fit_tokens, tiny_model
+        >>> words = Tokenizer(models.WordLevel({"<end>": 0, "a": 1}, unk_token="<end>"))
+        >>> model = tiny_model("llama")
+        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="a")
+        >>> fit_tokens(model, tokenizer)
+        >>> model.config.pad_token_id, model.generation_config.eos_token_id
+        (1, 0)
+    """
+    base = base_model(model)
+    needed = max(tokenizer.get_vocab().values()) + 1
+    if needed > base.get_input_embeddings().weight.shape[0]:
+        base.resize_token_embeddings(needed, pad_to_multiple_of=64)
+    eos = tokenizer.eos_token_id
+    ends = [*ends, *([] if eos is None else [eos])]
+    for config in {id(part): part for part in (base.config, base.config.get_text_config())}.values():
+        config.pad_token_id = tokenizer.pad_token_id
+        config.eos_token_id = eos if eos is not None else next(iter(ends), config.eos_token_id)
+    generation = getattr(base, "generation_config", None)
+    if generation is not None:
+        before = generation.eos_token_id
+        known = before if isinstance(before, list) else [] if before is None else [before]
+        every = list(dict.fromkeys([*ends, *known]))
+        generation.pad_token_id = tokenizer.pad_token_id
+        generation.eos_token_id = every if len(every) > 1 else next(iter(every), None)

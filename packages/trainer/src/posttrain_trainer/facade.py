@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path, PurePath
 from typing import Any
 
-from posttrain_models import LoadOptions, LoraOptions, apply_lora, load_model, load_tokenizer
+from posttrain_models import LoadOptions, LoraOptions, apply_lora, complete_tokenizer, load_model, load_tokenizer
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
@@ -123,16 +123,7 @@ def resolve_tokenizer(model: Any, args: Any, processing_class: Any) -> Any:
             revision=extra.get("revision", options.model_revision if options else "main"),
             trust_remote_code=args.trust_remote_code,
         )
-    tokenizer = inner_tokenizer(processing_class)
-    eos_token = getattr(args, "eos_token", None)
-    if eos_token is not None:
-        if eos_token not in tokenizer.get_vocab():
-            raise ValueError(f"eos_token={eos_token!r} is not in the vocabulary of the tokenizer.")
-        tokenizer.eos_token = eos_token
-    if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise ValueError("the tokenizer has neither a padding nor an end token: set `pad_token` on it.")
-        tokenizer.pad_token = tokenizer.eos_token
+    complete_tokenizer(inner_tokenizer(processing_class), eos_token=getattr(args, "eos_token", None))
     return processing_class
 
 
