@@ -57,6 +57,11 @@ def test_bf16_follows_the_device(tmp_path, monkeypatch):
         ({"train_sampling_strategy": "batch_rebalance"}, "write one of random, sequential, group_by_length"),
         ({"max_shapes": 0}, "max_shapes=0"),
         ({"shuffle_buffer": -1}, "shuffle_buffer=-1"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
+        ({"max_steps": 0}, "max_steps=0"),
+        ({"num_train_epochs": 0}, "num_train_epochs=0"),
+        ({"learning_rate": -1.0}, "learning_rate=-1.0"),
         ({"pad_to_multiple_of": "wide"}, "pad_to_multiple_of='wide'"),
     ],
 )

@@ -38,7 +38,8 @@ class TrainingConfig(TrainingArguments):
         shuffle_buffer: Rows of a streaming dataset that are shuffled together; 0 keeps the order of the stream.
 
     Raises:
-        ValueError: For `bf16` on a device without it, `auto_find_batch_size`, and options with no effect here.
+        ValueError: For `bf16` on a device without it, `auto_find_batch_size`, numbers that are out of range, and
+            options with no effect here.
 
     Example:
         >>> from posttrain_trainer import TrainingConfig
@@ -97,6 +98,17 @@ class TrainingConfig(TrainingArguments):
                 f"train_sampling_strategy={self.train_sampling_strategy!r} moves rows between optimiser steps: "
                 f"write one of {', '.join(STRATEGIES)} ('group_by_length' orders rows within each step)"
             )
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: write a number of at least 1")
+        if self.max_steps == 0 or self.max_steps < -1:
+            raise ValueError(f"max_steps={self.max_steps}: write a number of at least 1, or -1 to count in epochs")
+        if self.max_steps == -1 and self.num_train_epochs <= 0:
+            raise ValueError(f"num_train_epochs={self.num_train_epochs}: write a number above 0")
+        if self.learning_rate < 0:
+            raise ValueError(f"learning_rate={self.learning_rate}: write a number that is not negative")
+        if not self.output_dir and self.output_dir is not None:
+            raise ValueError("output_dir is empty: name the folder to write to")
         if self.max_shapes is not None and self.max_shapes < 1:
             raise ValueError(f"max_shapes={self.max_shapes}: write a number of at least 1, or leave it out")
         if self.shuffle_buffer < 0:
