@@ -33,6 +33,13 @@ def test_without_a_mistake_the_weights_are_what_is_missing(no_weights):
         trainer(texts(2), None, str(no_weights))
 
 
+def test_an_output_folder_that_cannot_be(no_weights, tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("file", "file/below"):
+        with pytest.raises(ValueError, match=r"output_dir=.*file is a file"):
+            SFTTrainer(str(no_weights), SFTConfig(str(tmp_path / name), report_to="none", use_cpu=True), None, texts(2))
+
+
 # ---- Rows ----
 
 
