@@ -94,6 +94,8 @@ DAMAGED = [
     ("a.csv", b'text,n\n"x,1\n', "not valid CSV"),
     ("a.csv", b"text,n\n\xe9,1\n", "line 2: not valid UTF-8"),
     ("a.csv", b"text,n\n", "the file holds no row"),
+    ("a.csv", b"text,text\na,b\n", "line 1: column 'text' is there twice"),
+    ("a.json", b"{}", "the rows have no column"),
     ("a.parquet", b"PAR1 half", "not a whole Parquet file; was it cut off"),
     ("a.txt", b"x", "unknown kind of file '.txt'"),
 ]
@@ -144,7 +146,7 @@ def test_columns_slices_fractions_and_held_out_rows(tmp_path):
     for size in (0, 20, 1.0):
         with pytest.raises(DataError, match="test_split_size"):
             read(path, tmp_path, test_split_size=size)
-    for wrong in ({"fraction": 0}, {"fraction": 2}, {"weight": 0}):
+    for wrong in ({"fraction": 0}, {"fraction": 2}, {"weight": 0}, {"weight": "heavy"}):
         with pytest.raises(DataError, match=next(iter(wrong))):
             DatasetSpec("x", **wrong)
 

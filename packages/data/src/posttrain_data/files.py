@@ -109,6 +109,8 @@ def _features(paths: list[Path]) -> datasets.Features:
                 kinds.setdefault(column, set()).add(type(value))
     if not rows:
         raise DataError(f"{paths[0]}: the file holds no row: give at least one.")
+    if not kinds:
+        raise DataError(f"{paths[0]}: the rows have no column: write at least one, such as 'text' or 'messages'.")
     return datasets.Features({column: _feature(found - {type(None)}) for column, found in kinds.items()})
 
 
@@ -211,6 +213,9 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any]]
                 continue
             if header is None:
                 header = values
+                twice = next((column for column in header if header.count(column) > 1), None)
+                if twice is not None:
+                    raise DataError(f"{path}, line {reader.line_num}: column {twice!r} is there twice: rename one.")
                 continue
             if len(values) != len(header):
                 raise DataError(

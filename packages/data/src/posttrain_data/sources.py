@@ -48,6 +48,9 @@ class DatasetSpec:
     fraction: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, value in (("weight", self.weight), ("fraction", self.fraction)):
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
+                raise DataError(f"data set {self.path!r}: {name}={value!r}: write a number.")
         if self.weight is not None and not self.weight > 0:
             raise DataError(f"data set {self.path!r}: weight={self.weight}: write a number above 0.")
         if not 0 < self.fraction <= 1:
