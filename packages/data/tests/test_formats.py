@@ -164,6 +164,7 @@ BAD = [
         {},
         "'asistant', which is unknown: did you mean 'assistant'",
     ),
+    ({"conversations": [{"from": "alien", "value": "x"}]}, {}, "'from'. is 'alien'.*write one of 'system', 'human'"),
     ({"messages": [{"role": 1, "content": "x"}]}, {}, "'role'. is 1"),
     ({"messages": [{"role": "user", "content": 7}]}, {}, "'content'. is 7 .int.: write a string"),
     ({"messages": [{"role": "user", "content": None}]}, {}, "no 'content'"),

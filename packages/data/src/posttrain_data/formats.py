@@ -182,8 +182,10 @@ def _message(message: Any, where: str, extra_roles: frozenset[str]) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"{where} is {_kind(message)}: write a dict with 'role' and 'content'.")
     message = {key: value for key, value in message.items() if value is not None}
+    key, wanted = "role", KNOWN_ROLES
     if "role" not in message and "from" in message:
         message = {"role": message.pop("from"), **message}
+        key, wanted = "from", ("system", *ROLES)
     if "content" not in message and "value" in message:
         message["content"] = message.pop("value")
     if "role" not in message:
@@ -196,8 +198,8 @@ def _message(message: Any, where: str, extra_roles: frozenset[str]) -> Message:
     message["role"] = ROLES.get(role, role)
     if message["role"] not in KNOWN_ROLES and role not in extra_roles:
         close = nearest(role, [*KNOWN_ROLES, *ROLES])
-        hint = f"did you mean {close!r}? " if close else ""
-        raise DataError(f"{where}['role'] is {role!r}, which is unknown: {hint}Write one of {names(KNOWN_ROLES)}.")
+        hint = f"did you mean {close!r}? Write" if close else "write"
+        raise DataError(f"{where}[{key!r}] is {role!r}, which is unknown: {hint} one of {names(wanted)}.")
     _check_content(message, where)
     if message.get("tool_calls"):
         calls = _maybe_json(message["tool_calls"], f"{where}['tool_calls']", "a list of calls")
