@@ -394,6 +394,14 @@ def test_a_checkpoint_of_another_model_on_the_command_line(capsys, run, tied_fol
     assert "checkpoint-1" in line and "model_type is 'llama', this model has 'qwen3'" in line
 
 
+def test_a_checkpoint_of_other_rows_on_the_command_line(capsys, run):
+    run().train()
+    Path("rows.jsonl").write_text('{"text": "a b"}\n' * 7)
+    argv = ["--model_name_or_path", "out/checkpoint-1", "--dataset_name", "rows.jsonl", "--max_steps", "9", "--use_cpu"]
+    line = command(capsys, *argv, "--report_to", "none", "--resume_from_checkpoint", "out/checkpoint-1")
+    assert "rows=7" in line, line
+
+
 def test_a_damaged_row_of_a_stream_is_one_line_too(capsys, model_folder):
     rows = [*texts(40), {"txt": "a"}]
     Path("rows.jsonl").write_text(lines(rows))

@@ -9,6 +9,7 @@ from typing import Any
 from posttrain_cli import CommandError
 from posttrain_data import DataError, DatasetOptions, load_datasets
 from posttrain_models import LoadOptions, LoraOptions
+from posttrain_trainer import RunError
 from posttrain_trainer.checkpoint import check_files
 from posttrain_trainer.facade import show_messages
 
@@ -33,13 +34,13 @@ def main(config: SFTConfig, model: LoadOptions, lora: LoraOptions, data: Dataset
         from posttrain_sft.demo import run
 
         return run(config)
-    with mistakes(ValueError):
+    with mistakes(ValueError, ImportError):
         resume = resume_point(config.resume_from_checkpoint)
         if isinstance(resume, str):
             check_files(Path(resume))
         trainer = make_trainer(config, model, lora, data)
         resume = trainer.checkpoint_to_resume(resume)
-    with mistakes(DataError):
+    with mistakes(DataError, RunError, ImportError):
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
         trainer.save_state()
@@ -60,11 +61,11 @@ def make_trainer(config: SFTConfig, model: LoadOptions, lora: LoraOptions, data:
 
 
 @contextmanager
-def mistakes(kind: type[ValueError]) -> Iterator[None]:
-    """What is wrong with the input, or a disk that is full, becomes one line and exit code 2."""
+def mistakes(*kinds: type[Exception]) -> Iterator[None]:
+    """What is wrong with the input, a missing package, or a disk that is full, becomes one line and exit code 2."""
     try:
         yield
-    except kind as error:
+    except kinds as error:
         raise CommandError(" ".join(str(error).split())) from error
     except OSError as error:
         if error.errno != errno.ENOSPC:

@@ -8,7 +8,7 @@ from posttrain_trainer.callbacks import BEMACallback
 from posttrain_trainer.config import TrainingConfig
 from posttrain_trainer.method import Anchor, Method
 from posttrain_trainer.plan import ShapePlan, resolve_shapes
-from posttrain_trainer.sources import MapSource, StreamSource
+from posttrain_trainer.sources import MapSource, RunError, StreamSource
 from posttrain_trainer.trainer import Trainer
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "BEMACallback",
     "MapSource",
     "Method",
+    "RunError",
     "ShapePlan",
     "StreamSource",
     "Trainer",

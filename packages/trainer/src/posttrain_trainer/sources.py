@@ -74,10 +74,14 @@ def fetch(dataset: Any, indices: Sequence[int]) -> list[Any]:
     return [dataset[index] for index in indices]
 
 
+class RunError(ValueError):
+    """What a user has to mend, but no one can know before a run has begun."""
+
+
 def _check_order(state: dict[str, Any], mine: dict[str, Any]) -> None:
     for name, value in mine.items():
         if state[name] != value:
-            raise ValueError(
+            raise RunError(
                 f"the checkpoint was written with {name}={state[name]}, this run has {name}={value}: the order of rows "
                 "cannot continue; restore it, or resume with ignore_data_skip=True to begin the epoch anew"
             )
@@ -301,7 +305,10 @@ class StreamSource:
                 position = {**position, "block": position["block"] + 1, "used": 0, "dataset": state}
                 self._position = position
             if position["block"] == 0:
-                raise ValueError("train_dataset has no rows: the stream ended before its first row")
+                raise RunError(
+                    "train_dataset has no rows: the stream ended before its first row (rows without a target are "
+                    "left out of it)"
+                )
             position = self._position = {"epoch": position["epoch"] + 1, "block": 0, "used": 0, "dataset": None}
 
     def _rows(self) -> Iterator[Any]:
