@@ -62,6 +62,7 @@ def test_an_output_folder_that_cannot_be(no_weights, tmp_path):
         ([{"prompt": [USER], "completion": "b"}], ["row 0", "'prompt'", "'completion'"]),
         ([{"messages": [USER, REPLY], "tools": "{"}], ["row 0", "'tools'", "JSON"]),
         ([{"input_ids": [1, "2"]}], ["row 0", "'input_ids'"]),
+        ([{"input_ids": [1, 2]}, {"input_ids": [1, 99999]}], ["row 1", "'input_ids'", "99999"]),
         ([{"input_ids": [1, 2], "labels": [1]}], ["row 0", "'labels'", "1 entries"]),
         ([{"input_ids": [1, 2], "labels": [1, 3]}], ["row 0", "labels[1]", "3"]),
         ([{"input_ids": [5, 6], "labels": [-100, -100]}], ["train", "no row has a target"]),

@@ -63,6 +63,7 @@ class RowMaker:
         self.cut = cut
         self.roles = self.renderer.roles()
         self.watch = KeyWatch(self.renderer)
+        self.vocabulary = max(self.tokenizer.get_vocab().values(), default=-1) + 1
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> list[Row]:
         """Rows in the same order, one for one."""
@@ -201,6 +202,11 @@ class RowMaker:
     def _finish(self, draft: Draft | Tokens, encoded: Encoded | None) -> Row:
         if isinstance(draft, Tokens):
             ids, mask, lengths = list(draft.input_ids), list(draft.loss_mask), draft.seq_lengths
+            if ids and max(ids) >= self.vocabulary:
+                raise DataError(
+                    f"column 'input_ids' holds {max(ids)}, the tokenizer's ids end at {self.vocabulary - 1}: tokenise "
+                    "the rows with this tokenizer."
+                )
             at = 0
             for length in lengths if lengths is not None else [len(ids)]:
                 if length:
