@@ -155,14 +155,16 @@ def test_a_share_is_held_out(model_folder, capsys, caplog):
     assert "train: 16 rows" in caplog.text and "eval: 4 rows" in caplog.text
 
 
-def test_an_adapter_from_the_command_line(model_folder):
+def test_an_adapter_from_the_command_line(model_folder, caplog):
     pytest.importorskip("peft")
     write("rows.jsonl", chats(8))
     argv = ["--model_name_or_path", str(model_folder), "--dataset_name", "rows.jsonl", "--output_dir", "out", *QUIET]
     assert main([*argv, "--use_peft", "--lora_r", "4", "--max_steps", "1"]) == 0
     assert json.loads(Path("out/adapter_config.json").read_text())["r"] == 4
     argv[1], argv[5] = "out", "next"
-    assert main([*argv, "--max_steps", "1", "--packing"]) == 0
+    assert "no effect without use_peft" not in caplog.text
+    assert main([*argv, "--max_steps", "1", "--packing", "--lora_alpha", "8"]) == 0
+    assert "no effect without use_peft" in caplog.text
     assert Path("next/adapter_model.safetensors").exists() and not Path("next/model.safetensors").exists()
 
 

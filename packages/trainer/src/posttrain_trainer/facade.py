@@ -160,6 +160,8 @@ def resolve_model(
             f"{source} is an adapter, which is continued as it is: leave out use_peft and peft_config, or name its "
             "base model to begin another one."
         )
+    if isinstance(peft_config, LoraOptions) and not peft_config.use_peft and peft_config != LoraOptions():
+        logger.warning("options of an adapter have no effect without use_peft=True: no new adapter is made")
     set_seed(args.seed)  # before an adapter or a new head draws its weights
     loaded = load_model(
         source,
