@@ -2,7 +2,7 @@ import math
 import pathlib
 
 import pytest
-from posttrain_cli import CommandError
+from posttrain_cli import CommandError, guarded
 
 
 def values(command, *words):
@@ -168,3 +168,11 @@ def test_a_required_option(app):
     with pytest.raises(CommandError, match="--path is required"):
         command.parse([])
     assert command.parse(["--path", "x"]).build()[0].path == "x"
+
+
+def test_an_interrupted_run_is_one_line(capsys):
+    def action():
+        raise KeyboardInterrupt
+
+    assert guarded(action, "posttrain sft") == 130
+    assert capsys.readouterr().err == "posttrain sft: ended by SIGINT\n"

@@ -1,6 +1,7 @@
 """A command described by strings, and what a command line says about it."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -185,7 +186,9 @@ def construct(spec: dict[str, Any], value: Any) -> Any:
 
 
 def guarded(action: Callable[[], int], prog: str) -> int:
-    """Run a command's action and return its exit code: 0 after a help, 2 and a line on stderr for a `CommandError`.
+    """Run a command's action and return its exit code.
+
+    0 after a help, 2 and a line on stderr for a `CommandError`, 130 and a line for Ctrl-C.
 
     Example:
         >>> from posttrain_cli import CommandError, guarded
@@ -203,6 +206,9 @@ def guarded(action: Callable[[], int], prog: str) -> int:
     except CommandError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{prog}: ended by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # such as `--help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
