@@ -1,12 +1,13 @@
 """Metrics that merge: over micro-batches, steps and ranks, in any grouping, to the value of the whole."""
 
+from abc import ABC, abstractmethod
 from typing import Self
 
 import torch
 from torch import Tensor
 
 
-class Metric:
+class Metric(ABC):
     """A statistic of values seen so far, immutable; `a + b` is the statistic of the values of both.
 
     `state` is all there is to a metric: a 1-D tensor of a length fixed per class. Gather the states of all ranks,
@@ -67,12 +68,14 @@ class Metric:
         return f"{type(self).__name__}({self.compute()}, count={self._count(self._state.cpu()):g})"
 
     @classmethod
+    @abstractmethod
     def _measure(cls, values: Tensor, mask: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The state of `values` where `mask` is True, both `(n,)`."""
 
     @classmethod
+    @abstractmethod
     def _merge(cls, a: Tensor, b: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The state of what two states have seen together."""
 
     @staticmethod
     def _count(state: Tensor) -> float:
