@@ -14,6 +14,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, TrainOutput, get_last_checkpoint, sort_checkpoints
 
 from posttrain_trainer.checkpoint import check_files, check_resumable, remove, tidy, writing
+from posttrain_trainer.memory import freed_memory_kept
 from posttrain_trainer.ranks import Ranks
 from posttrain_trainer.state import load_callbacks, load_state, save_callbacks, save_state
 from posttrain_trainer.weights import check_weights, load_converted, needs_conversion
@@ -73,9 +74,10 @@ class ExactTrainer(transformers.Trainer):
                 changed then.
         """
         self._pending = self.checkpoint_to_resume(resume_from_checkpoint)
-        return super().train(
-            resume_from_checkpoint=self._pending, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
-        )
+        with freed_memory_kept(self.args.device):
+            return super().train(
+                resume_from_checkpoint=self._pending, trial=trial, ignore_keys_for_eval=ignore_keys_for_eval
+            )
 
     def checkpoint_to_resume(self, wanted: str | bool | None) -> str | None:
         """The checkpoint that `train(resume_from_checkpoint=wanted)` goes on from, None for none.
