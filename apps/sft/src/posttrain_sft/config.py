@@ -1,10 +1,10 @@
 """Options of supervised fine-tuning."""
 
-import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from posttrain_trainer import TrainingConfig
+from posttrain_trainer.facade import mapping_option, one_of
 
 LOSS_TYPES = ("nll", "dft")
 
@@ -100,8 +100,8 @@ class SFTConfig(TrainingConfig):
     def __post_init__(self):
         """Refuse what cannot be meant, before anything is loaded."""
         super().__post_init__()
-        self.model_init_kwargs = _mapping("model_init_kwargs", self.model_init_kwargs)
-        self.dataset_kwargs = _mapping("dataset_kwargs", self.dataset_kwargs)
+        self.model_init_kwargs = mapping_option("model_init_kwargs", self.model_init_kwargs)
+        self.dataset_kwargs = mapping_option("dataset_kwargs", self.dataset_kwargs)
         unknown = set(self.dataset_kwargs or {}) - {"skip_prepare_dataset"}
         if unknown:
             raise ValueError(f"dataset_kwargs has {sorted(unknown)}; only 'skip_prepare_dataset' is understood.")
@@ -113,8 +113,7 @@ class SFTConfig(TrainingConfig):
             ("truncation_mode", ("keep_start", "keep_end")),
             ("train_on", ("all", "last")),
         ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
+            one_of(name, getattr(self, name), allowed)
         if self.pad_token is not None:
             raise ValueError("pad_token is not an option: set `tokenizer.pad_token` and pass it as processing_class.")
         if self.max_length is not None and self.max_length < 2:
@@ -127,15 +126,3 @@ class SFTConfig(TrainingConfig):
             raise ValueError(f"router_aux_loss_coef must not be negative; got {self.router_aux_loss_coef}.")
         if self.label_smoothing_factor:
             raise ValueError("label_smoothing_factor is not offered: it needs the full logits of every token.")
-
-
-def _mapping(name: str, value: Any) -> dict[str, Any] | None:
-    """An option that is a mapping, or the JSON of one."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{name}={value!r} is not JSON: {error}. Write a mapping in braces.") from None
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{name} must be a mapping; got {value!r}.")
-    return value

@@ -1,11 +1,11 @@
 """What `posttrain sft` does when it is given nothing: a built-in tiny model learns built-in rows."""
 
-import tempfile
 from typing import Any
 
 import torch
 from posttrain_data import tiny_tokenizer
 from posttrain_models import tiny_model, unwrap
+from posttrain_trainer.facade import demonstration
 from transformers import set_seed
 
 from posttrain_sft.config import SFTConfig
@@ -64,21 +64,8 @@ def rows() -> list[dict]:
 
 def run(config: SFTConfig) -> int:
     """Train on `rows` and print the loss, and one completion from before and after."""
-    defaults = SFTConfig()
-    changes = {name: value for name, value in SETTINGS.items() if getattr(config, name) == getattr(defaults, name)}
-    with tempfile.TemporaryDirectory(prefix="posttrain-") as scratch:
-        if config.output_dir == defaults.output_dir:
-            changes["output_dir"] = scratch
-        config = SFTConfig(**{**_given(config, defaults), **changes})
+    with demonstration(config, SETTINGS) as config:
         return _run(config)
-
-
-def _given(config: SFTConfig, defaults: SFTConfig) -> dict[str, Any]:
-    """The options that differ from their defaults."""
-    from dataclasses import fields
-
-    names = [item.name for item in fields(config) if item.init]
-    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
 
 
 def _run(config: SFTConfig) -> int:

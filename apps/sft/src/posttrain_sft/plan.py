@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+from posttrain_cli import mistakes
 from posttrain_data import DatasetOptions, load_datasets, prepare_sft, tiny_tokenizer
 from posttrain_models import LoadOptions, LoraOptions, apply_lora, sketch_model, tiny_model
 from posttrain_trainer.describe import describe_batches, describe_memory, dtype_bytes, mark_targets
@@ -9,7 +10,6 @@ from posttrain_trainer.facade import inner_tokenizer, show_messages
 
 from posttrain_sft.config import SFTConfig
 from posttrain_sft.demo import rows as demo_rows
-from posttrain_sft.train import mistakes
 from posttrain_sft.trainer import data_options, make_tokenizer, plan_shapes
 
 

@@ -11,9 +11,16 @@ from posttrain_data import SFTDataOptions, clone_chat_template, prepare_sft, ter
 from posttrain_devices import device_spec
 from posttrain_models import choose_layout, fit_tokens, unwrap
 from posttrain_trainer import ShapePlan, Trainer, resolve_shapes
-from posttrain_trainer.facade import inner_tokenizer, load_options, resolve_args, resolve_model, resolve_tokenizer
+from posttrain_trainer.facade import (
+    check_run,
+    inner_tokenizer,
+    load_options,
+    resolve_args,
+    resolve_model,
+    resolve_tokenizer,
+)
 
-from posttrain_sft.checks import check_run, check_tokenised, eval_packing, sketch
+from posttrain_sft.checks import check_tokenised, eval_packing, sketch
 from posttrain_sft.config import SFTConfig
 from posttrain_sft.method import SFT
 
@@ -79,7 +86,9 @@ class SFTTrainer(Trainer):
         args = resolve_args(args, SFTConfig, model, "SFT")
         if compute_loss_func is not None:
             raise ValueError("compute_loss_func is not offered: write a method, see docs/custom-method.md.")
-        check_run(args, train_dataset, eval_dataset, compute_metrics)
+        check_run(args, train_dataset, eval_dataset)
+        if compute_metrics is not None and eval_packing(args):
+            raise ValueError("compute_metrics needs rows as they are: set eval_packing=False.")
         processing_class, added = make_tokenizer(model, args, processing_class)
         tokenizer = inner_tokenizer(processing_class)
         self._data_options = data_options(args, formatting_func)

@@ -1,9 +1,11 @@
-"""What the trainers of all apps do before they are trainers: settle arguments, tokenizer and model."""
+"""What the apps share: settling arguments, tokenizer and model before there is a trainer, and running a command."""
 
 import json
 import logging
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path, PurePath
 from typing import Any
@@ -12,7 +14,9 @@ from posttrain_models import LoadOptions, LoraOptions, apply_lora, complete_toke
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
+from posttrain_trainer.checkpoint import check_files
 from posttrain_trainer.config import checkpointing
+from posttrain_trainer.sources import RunError
 
 logger = logging.getLogger("posttrain")
 
@@ -45,6 +49,76 @@ def resolve_args(args: TrainingArguments | None, config_class: type, model: Any,
     known = {item.name for item in fields(config_class) if item.init}
     given = {item.name: getattr(args, item.name) for item in fields(args) if item.init and item.name in known}
     return config_class(**given)
+
+
+def check_run(args: Any, train_dataset: Any, eval_dataset: Any) -> None:
+    """Refuse, before anything is read or loaded, a run that cannot begin or end.
+
+    Args:
+        args: The method's config.
+        train_dataset: Rows, or None.
+        eval_dataset: Rows, several sets of them by name, or None.
+
+    Raises:
+        ValueError: Naming the option or argument and what to write instead.
+
+    Example:
+        >>> from posttrain_trainer import TrainingConfig
+        >>> from posttrain_trainer.facade import check_run
+        >>> check_run(TrainingConfig(str(getfixture("tmp_path")), use_cpu=True), [{"text": "a b"}], None)
+    """
+    folder = Path(args.output_dir).absolute()
+    there = next(part for part in (folder, *folder.parents) if part.exists())
+    if not there.is_dir():
+        raise ValueError(f"output_dir={args.output_dir!r}: {there} is a file, not a folder: name another one.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"output_dir={args.output_dir!r}: {there} cannot be written to: name another folder.")
+    if train_dataset is None:
+        raise ValueError("train_dataset is missing: pass a data set or a list of rows.")
+    if evaluates(args) and eval_dataset is None:
+        raise ValueError(f"eval_strategy={_strategy(args)!r} needs rows: pass eval_dataset (or set test_split_size).")
+    if not hasattr(train_dataset, "__len__") and args.max_steps <= 0:
+        raise ValueError(f"max_steps={args.max_steps}: a stream has no length, so write how many steps to train.")
+
+
+def evaluates(args: Any) -> bool:
+    """Whether a run evaluates while it trains."""
+    return _strategy(args) != "no"
+
+
+def _strategy(args: Any) -> str:
+    return str(getattr(args.eval_strategy, "value", args.eval_strategy))
+
+
+def mapping_option(name: str, value: Any) -> dict[str, Any] | None:
+    """An option that is a mapping, or the JSON of one.
+
+    Raises:
+        ValueError: Naming the option.
+
+    Example:
+        >>> from posttrain_trainer.facade import mapping_option
+        >>> mapping_option("model_init_kwargs", '{"revision": "main"}')
+        {'revision': 'main'}
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name}={value!r} is not JSON: {error}. Write a mapping in braces.") from None
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{name} must be a mapping; got {value!r}.")
+    return value
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Refuse a value that an option does not have.
+
+    Raises:
+        ValueError: Naming the option and its values.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 
 def show_messages() -> None:
@@ -177,6 +251,70 @@ def resolve_model(
     if checkpointing(args) and hasattr(loaded, "peft_config"):
         loaded.enable_input_require_grads()
     return loaded
+
+
+def run_training(
+    config: Any, make: Callable[[], Any], mistakes: Callable[..., AbstractContextManager], *kinds: type[Exception]
+) -> int:
+    """What the command of an app does: make the trainer, train, save, and say where.
+
+    Args:
+        config: The method's config.
+        make: Makes the trainer. Every `ValueError` it raises is a mistake of the user.
+        mistakes: `posttrain_cli.mistakes`.
+        kinds: What else is one once training has begun, besides `RunError` and a package that is missing.
+
+    Returns:
+        The exit code.
+    """
+    with mistakes(ValueError, ImportError):
+        resume = _resume_point(config.resume_from_checkpoint)
+        if isinstance(resume, str):
+            check_files(Path(resume))
+        trainer = make()
+        resume = trainer.checkpoint_to_resume(resume)
+    with mistakes(RunError, ImportError, *kinds):
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model()
+        trainer.save_state()
+    if config.push_to_hub:
+        trainer.push_to_hub()
+    if trainer.is_world_process_zero():
+        print(f"saved to {Path(config.output_dir).resolve()}", flush=True)
+    return 0
+
+
+def _resume_point(value: Any) -> str | bool | None:
+    """The checkpoint that a command line names: a folder, or yes for the newest in the output folder."""
+    text = str(value).lower()
+    if value is None or text in ("none", "false", "no"):
+        return None
+    return True if text in ("true", "yes") else str(value)
+
+
+@contextmanager
+def demonstration(config: Any, settings: dict[str, Any]) -> Iterator[Any]:
+    """The config of a demonstration: `settings` where the command line left an option at its default.
+
+    Args:
+        config: What the command line said.
+        settings: What suits the demonstration's model and rows.
+
+    Yields:
+        A config that writes to a folder which is removed afterwards, unless `output_dir` was given.
+
+    Example:
+        >>> from posttrain_trainer import TrainingConfig
+        >>> from posttrain_trainer.facade import demonstration
+        >>> with demonstration(TrainingConfig(max_steps=3), {"max_steps": 40, "learning_rate": 1e-3}) as config:
+        ...     config.max_steps, config.learning_rate
+        (3, 0.001)
+    """
+    defaults = type(config)()
+    names = [item.name for item in fields(config) if item.init]
+    given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
+    with tempfile.TemporaryDirectory(prefix="posttrain-") as scratch:
+        yield type(config)(**{**settings, "output_dir": scratch, **given})
 
 
 def _tokenizer_source(name: str) -> str:
