@@ -1,12 +1,13 @@
-"""A `TokenBatch` as the arguments of a model call, and where its targets are in what comes back."""
+"""A batch as the arguments of a model call, and where its targets are in what comes back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
-from posttrain_collators import TokenBatch
+from posttrain_collators import CompletionBatch, TokenBatch
 from torch import Tensor
 
 from posttrain_models.unwrap import input_device, text_config
@@ -56,6 +57,35 @@ class Plan:
         return flat.index_copy(0, self.places, values).view(self.valid.shape)
 
 
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
+
+
+@dataclass
+class CompletionPlan(Plan):
+    """One model call for a `CompletionBatch`; what a `Plan` says of `(B, T)` holds for `(P, G, Tc)`.
+
+    Attributes:
+        last: `(P * G,)` flattened position of each completion's last token, of its prompt's where it is empty, and
+            position 0 where both are.
+    """
+
+    last: Tensor = field(kw_only=True)
+
+    def take(self, weights: Tensor) -> Tensor:
+        """The `(n,)` weights of the targets, from `(P, G, Tc)`; 0 where nothing is a target."""
+        if self.places is not None:
+            return super().take(weights)
+        weights = weights.to(self.valid.device)
+        return torch.where(self.valid, weights, torch.zeros_like(weights)).reshape(-1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """The scores `(n,)` at their places in `(P, G, Tc)`; 0 elsewhere."""
+        if self.places is not None:
+            return super().spread(values)
+        values = values.view(self.valid.shape)
+        return torch.where(self.valid, values, torch.zeros_like(values))
+
+
 def target_mask(batch: TokenBatch) -> Tensor:
     """Which tokens can be scored: marked as targets, and preceded by a token of their own sequence."""
     seg = batch.segment_ids
@@ -71,19 +101,19 @@ def build_plan(base: Any, batch: TokenBatch, layout: str, static_shapes: bool) -
     device = input_device(base) if batch.input_ids.device.type == "cpu" else batch.input_ids.device
     if static_shapes:
         return _static_plan(base, TokenBatch(*(x.to(device) for x in batch)))
-    if layout == "packed":
+    if layout != "padded":
         return _packed_plan(batch, device)
     if bool((batch.segment_ids > 1).any()):
         return _split_plan(batch, device)
     return _padded_plan(batch, device)
 
 
-def _anchor(plan: Plan) -> Plan:
+def _anchor(plan: AnyPlan) -> AnyPlan:
     # Every rank must run backward through every parameter, so a batch without targets scores one token for nothing.
     if plan.targets.numel() or plan.places is None:
         return plan
     zero = torch.zeros(1, dtype=torch.long, device=plan.targets.device)
-    return Plan(plan.kwargs, zero, zero, plan.positions, zero, plan.valid, empty=True)
+    return replace(plan, targets=zero, index=zero, places=zero, empty=True)
 
 
 def _padded_plan(batch: TokenBatch, device: torch.device) -> Plan:
@@ -131,22 +161,38 @@ def _flatten(batch: TokenBatch) -> _Flat:
 def _packed_plan(batch: TokenBatch, device: torch.device) -> Plan:
     flat = _flatten(batch)
     lengths = flat.bounds.diff().tolist()
-    bounds = flat.bounds.to(device, torch.int32)
-    # Kept beside the tensor so that no attention layer asks the device for them.
-    bounds.lengths = lengths  # ty: ignore[missing-attribute]
-    longest = max(lengths)
-    kwargs = {
-        "input_ids": flat.ids[None].to(device),
-        "position_ids": flat.position_ids[None].to(device),
-        "attention_mask": None,
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "use_cache": False,
-    }
+    kwargs = _one_row(flat.ids, flat.position_ids, lengths, lengths, device)
     places = (flat.targets.to(device), flat.index.to(device), len(flat.ids), flat.places.to(device))
     return _anchor(Plan(kwargs, *places, flat.valid.to(device)))
+
+
+def _one_row(
+    ids: Tensor, position_ids: Tensor, lengths: list[int], key_lengths: list[int], device: torch.device
+) -> dict[str, Any]:
+    """A call with every token in one row.
+
+    Its segments have `lengths`; one that has more keys than tokens also sees so many of the first tokens of the
+    nearest segment before it that has not.
+    """
+    queries = _bounds(lengths, device)
+    keys = queries if key_lengths == lengths else _bounds(key_lengths, device)
+    return {
+        "input_ids": ids[None].to(device),
+        "position_ids": position_ids[None].to(device),
+        "attention_mask": None,
+        "cu_seq_lens_q": queries,
+        "cu_seq_lens_k": keys,
+        "max_length_q": max(lengths),
+        "max_length_k": max(key_lengths),
+        "use_cache": False,
+    }
+
+
+def _bounds(lengths: list[int], device: torch.device) -> Tensor:
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    # Kept beside the tensor so that no attention layer asks the device for them.
+    bounds.lengths = lengths  # ty: ignore[unresolved-attribute]
+    return bounds
 
 
 def _split_plan(batch: TokenBatch, device: torch.device) -> Plan:
@@ -193,6 +239,139 @@ def _static_plan(base: Any, batch: TokenBatch) -> Plan:
     return Plan(kwargs, targets, None, batch.input_ids.numel(), None, target_mask(batch))
 
 
+def build_completion_plan(base: Any, batch: CompletionBatch, layout: str, static_shapes: bool) -> CompletionPlan:
+    """The call that scores the completions of `batch` under a layout, on the model's device.
+
+    `padded` has one row per completion, its prompt in front; `packed` the tokens of those rows without padding;
+    `shared` every prompt once, followed by its completions.
+    """
+    _check(batch)
+    device = input_device(base) if batch.completions.device.type == "cpu" else batch.completions.device
+    shared = layout == "shared"
+    if static_shapes:
+        tensors = [x.to(device) for x in batch[:4]]
+        grid = _grid(*tensors, shared=shared)
+        return _static_completions(base, grid, tensors[2], shared)
+    grid = _grid(*batch[:4], shared=shared)
+    # The completion tokens that are scored: (n,) places in (P, G, Tc), and the cells that predict them.
+    places = grid.valid.reshape(-1).nonzero().squeeze(1)
+    index, last = grid.before.reshape(-1)[places], grid.last
+    if layout == "padded":
+        positions = grid.ids.numel()
+        kwargs = {
+            "input_ids": grid.ids.to(device),
+            "attention_mask": (grid.segments > 0).to(device, torch.long),
+            "position_ids": grid.position_ids.to(device),
+            "use_cache": False,
+        }
+    else:
+        real = grid.segments.reshape(-1) > 0
+        cells = real.nonzero().squeeze(1)
+        positions = len(cells)
+        if not positions:
+            raise ValueError("batch has no token: every mask is False")
+        lengths, keys = grid.lengths(shared)
+        ids, position_ids = grid.ids.reshape(-1)[cells], grid.position_ids.reshape(-1)[cells]
+        kwargs = _one_row(ids, position_ids, lengths, keys, device)
+        slots = (real.cumsum(0) - 1).clamp(min=0)
+        index, last = slots[index], slots[last]
+    targets = batch.completions.reshape(-1)[places]
+    index, last, places = index.to(device), last.to(device), places.to(device)
+    plan = CompletionPlan(kwargs, targets.to(device), index, positions, places, grid.valid.to(device), last=last)
+    return _anchor(plan)
+
+
+def _check(batch: CompletionBatch) -> None:
+    prompts, completions = batch.prompts, batch.completions
+    if completions.ndim != 3 or completions.numel() == 0:
+        raise ValueError(f"batch.completions must be a non-empty (P, G, Tc) tensor, not {tuple(completions.shape)}")
+    if prompts.ndim != 2 or len(prompts) != len(completions):
+        raise ValueError(
+            f"batch.prompts must be (P, Tp) with P={len(completions)} as batch.completions, not {tuple(prompts.shape)}"
+        )
+    for name, mask, of in (
+        ("prompt_mask", batch.prompt_mask, prompts),
+        ("completion_mask", batch.completion_mask, completions),
+    ):
+        if mask.shape != of.shape or mask.dtype != torch.bool:
+            raise ValueError(
+                f"batch.{name} must be a bool tensor of shape {tuple(of.shape)}, not {mask.dtype} {tuple(mask.shape)}"
+            )
+    # On a device the question would wait for it.
+    if completions.device.type != "cpu" or _is_fake(completions):
+        return
+    if bool((batch.prompt_mask[:, :-1] & ~batch.prompt_mask[:, 1:]).any()):
+        raise ValueError("batch.prompts must be padded on the left: a False follows a True in prompt_mask")
+    if bool((~batch.completion_mask[..., :-1] & batch.completion_mask[..., 1:]).any()):
+        raise ValueError("batch.completions must be padded on the right: a True follows a False in completion_mask")
+
+
+@dataclass
+class _Grid:
+    """Prompts and completions as R rows of W cells.
+
+    A row is a prompt and one completion, or a prompt and all of its completions (shared).
+    """
+
+    ids: Tensor  # (R, W)
+    segments: Tensor  # (R, W): 0 is padding; shared: 1 the prompt, 2, 3, ... its completions; 1 otherwise
+    position_ids: Tensor  # (R, W)
+    before: Tensor  # (P, G, Tc): the cell that predicts each token of a completion
+    last: Tensor  # (P * G,): the cell of a completion's last token
+    valid: Tensor  # (P, G, Tc)
+    prompt_lengths: Tensor  # (P,)
+    completion_lengths: Tensor  # (P, G)
+
+    def lengths(self, shared: bool) -> tuple[list[int], list[int]]:
+        """How many tokens every segment that has any has, and how many keys its last token sees."""
+        prompts, completions = self.prompt_lengths[:, None], self.completion_lengths
+        own = torch.cat([prompts, completions], 1) if shared else prompts + completions
+        keys = torch.cat([prompts, prompts + completions], 1) if shared else own
+        return own[own > 0].tolist(), keys[own > 0].tolist()
+
+
+def _grid(prompts: Tensor, prompt_mask: Tensor, completions: Tensor, mask: Tensor, *, shared: bool) -> _Grid:
+    (P, G, Tc), Tp = completions.shape, prompts.shape[1]
+    prompt_lengths, lengths = prompt_mask.sum(1), mask.sum(2)
+    # Positions stay at the last token's where padding follows it, so that none exceeds what the model has.
+    at_prompt = (prompt_mask.cumsum(1) - 1).clamp(min=0)
+    at = (prompt_lengths[:, None, None] + mask.cumsum(2) - 1).clamp(min=0)
+    number = torch.arange(P * G, device=prompts.device).view(P, G)
+    if shared:
+        W = Tp + G * Tc
+        segment = mask * torch.arange(2, G + 2, device=mask.device)[:, None]
+        pairs = ((prompts, completions), (prompt_mask.long(), segment), (at_prompt, at))
+        ids, segments, position_ids = (torch.cat([x, y.flatten(1)], 1) for x, y in pairs)
+        start = number // G * W  # (P, G): the first cell of the row
+        first = start + Tp + number % G * Tc  # (P, G): the first cell of the completion
+    else:
+        W = Tp + Tc
+        pairs = ((prompts, completions), (prompt_mask, mask), (at_prompt, at))
+        ids, segments, position_ids = (torch.cat([x[:, None].expand(P, G, Tp), y], 2).view(P * G, W) for x, y in pairs)
+        start = number * W
+        first = start + Tp
+    # A prompt ends where its row's completions begin; without one, the cell is a stand-in.
+    end = (start + Tp - 1).clamp(min=0)
+    steps = torch.arange(Tc, device=mask.device)
+    before = torch.cat([end[..., None], first[..., None] + steps[:-1]], 2)
+    last = torch.where(lengths > 0, first + lengths - 1, end).reshape(-1)
+    valid = mask & ((prompt_lengths > 0)[:, None, None] | (steps > 0))
+    return _Grid(ids, segments, position_ids, before, last, valid, prompt_lengths, lengths)
+
+
+def _static_completions(base: Any, grid: _Grid, completions: Tensor, shared: bool) -> CompletionPlan:
+    """Every completion position is scored; nothing here depends on the data for its shape."""
+    config = text_config(base)
+    types = layer_types(config)
+    if only_padding(config, types) is None:
+        mask = _block_masks(base, config, types, grid.segments.long(), grid.position_ids if shared else None)
+    else:
+        mask = grid.segments.long()
+    kwargs = {"input_ids": grid.ids, "attention_mask": mask, "position_ids": grid.position_ids, "use_cache": False}
+    targets = completions.reshape(-1)
+    return CompletionPlan(kwargs, targets, grid.before.reshape(-1), grid.ids.numel(), None, grid.valid, last=grid.last)
+
+
 def only_padding(config: Any, types: set[str]) -> str | None:
     """Why a model can be given a 2D mask of padding alone; None where it takes a block mask."""
     if not types <= MASKABLE:
@@ -212,20 +391,31 @@ def layer_types(config: Any) -> set[str]:
     return {"sliding_attention" if getattr(config, "sliding_window", None) is not None else "full_attention"}
 
 
-def _block_masks(base: Any, config: Any, types: set[str], segment_ids: Tensor) -> Tensor | dict[str, Tensor]:
+def _block_masks(
+    base: Any, config: Any, types: set[str], segment_ids: Tensor, at: Tensor | None = None
+) -> Tensor | dict[str, Tensor]:
     # As `generate` hands masks to a model with a static cache: one mask per layer type where the configuration names
     # types, one for all layers otherwise.
-    masks = {kind: _block_mask(base, config, kind, segment_ids) for kind in sorted(types)}
+    masks = {kind: _block_mask(base, config, kind, segment_ids, at) for kind in sorted(types)}
     return masks if getattr(config, "layer_types", None) is not None else next(iter(masks.values()))
 
 
-def _block_mask(base: Any, config: Any, kind: str, segment_ids: Tensor) -> Tensor:
-    at = torch.arange(segment_ids.shape[1], device=segment_ids.device)
-    allowed = at[:, None] >= at[None, :]
+def _block_mask(base: Any, config: Any, kind: str, segment_ids: Tensor, at: Tensor | None) -> Tensor:
+    """Each segment by itself, in the order of the columns.
+
+    Given positions `at (R, W)`, in their order, and segment 1 of a row is seen by all its other segments.
+    """
+    # Padding is a segment of its own, so that no row of the mask is empty.
+    allowed = segment_ids[:, :, None] == segment_ids[:, None, :]
+    if at is None:
+        at = torch.arange(segment_ids.shape[1], device=segment_ids.device)[None]
+    else:
+        allowed = allowed | ((segment_ids[:, :, None] > 0) & (segment_ids[:, None, :] == 1))
+    gap = at[:, :, None] - at[:, None, :]
+    allowed = allowed & (gap >= 0)
     if kind == "sliding_attention":
-        allowed = allowed & (at[:, None] - at[None, :] < config.sliding_window)
-    # Padding is a sequence of its own, so that no row of the mask is empty.
-    mask = (allowed[None] & (segment_ids[:, :, None] == segment_ids[:, None, :]))[:, None]
+        allowed = allowed & (gap < config.sliding_window)
+    mask = allowed[:, None]
     if config._attn_implementation == "eager":
         dtype = base.get_input_embeddings().weight.dtype
         return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
