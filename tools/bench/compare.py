@@ -11,11 +11,15 @@ the table names. `BENCH_MODEL` names a model folder and `BENCH_ROWS` a JSONL fil
 
 With `--json` the last line holds, among others:
 
-    speed_ratio    tokens a second, ours over theirs
+    speed_ratio    tokens a second (pairs of completions for preference methods), ours over theirs
     memory_ratio   peak memory of the process (of the device on a GPU), ours over theirs
     peak_share     our model operations a second over the measured matrix-multiply rate in the same dtype.
-                   Operations are 6 x matmul parameters (head included) x real tokens; recomputation and attention
-                   are not counted.
+                   Operations are those that the method needs, 6 x matmul parameters x real tokens and those of the
+                   reference: a prompt counted once for its completions, the head for tokens that are scored alone.
+                   Recomputation and attention are not counted.
+
+Preference methods compute their reference within the timed steps, and both sides hold it. What prompts cost in each
+layout is measured by tools/bench/prompt_cost.py.
 """
 
 from __future__ import annotations
@@ -96,19 +100,25 @@ def specification(library: str, arguments: argparse.Namespace, model: str) -> di
 def check_same_work(runs: dict[str, list[dict]], strict: bool) -> None:
     """Refuse to compare runs that did not see the same rows step by step, or whose first losses differ."""
     ours, theirs = runs[OURS][0], runs[THEIRS][0]
-    if strict and any(run["tokens"] != theirs["tokens"] for side in runs.values() for run in side):
-        raise SystemExit(f"compare: tokens a step differ: ours {ours['tokens']}, theirs {theirs['tokens']}")
+    if strict and any(run["sequences"] != theirs["sequences"] for side in runs.values() for run in side):
+        raise SystemExit(f"compare: tokens a step differ: ours {ours['sequences']}, theirs {theirs['sequences']}")
     if strict and abs(ours["losses"][0] - theirs["losses"][0]) > 0.01 * abs(theirs["losses"][0]):
         raise SystemExit(f"compare: first losses differ: ours {ours['losses'][0]}, theirs {theirs['losses'][0]}")
 
 
-def summary(runs: list[dict]) -> dict:
-    """One side's runs in numbers: tokens a second over all timed steps, peak memory, tokens a step."""
+def summary(runs: list[dict], operations: int) -> dict:
+    """One side's runs in numbers: work a second over all timed steps, operations it needs a second, peak memory."""
     seconds = [s for run in runs for s in run["seconds"]]
-    tokens = [t for run in runs for t in run["tokens"][1:]]
+    head = runs[0]["head_parameters"]
+    body = runs[0]["matmul_parameters"] - head
+
+    def timed(name: str) -> int:
+        return sum(sum(run[name][1:]) for run in runs)
+
     return {
-        "tokens_per_second": sum(tokens) / sum(seconds),
-        "tokens_per_second_by_run": [sum(run["tokens"][1:]) / sum(run["seconds"]) for run in runs],
+        "per_second": timed("work") / sum(seconds),
+        "per_second_by_run": [sum(run["work"][1:]) / sum(run["seconds"]) for run in runs],
+        "operations_per_second": operations * (body * timed("needed") + head * timed("scored")) / sum(seconds),
         "steps_timed": len(seconds),
         "peak_bytes": max(run["peak_bytes"] for run in runs),
         "first_loss": runs[0]["losses"][0],
@@ -136,22 +146,23 @@ def measure(arguments: argparse.Namespace, show: bool) -> tuple[dict, dict[str, 
             runs[library].append(json.loads(line))
     # On a GPU each side packs in its own way, so steps hold different rows there.
     check_same_work(runs, strict=arguments.device == "cpu")
-    ours, theirs = summary(runs[OURS]), summary(runs[THEIRS])
-    rate = mean(rates)
-    operations = WORKLOADS[arguments.method].operations * ours["matmul_parameters"] * ours["tokens_per_second"]
+    workload = WORKLOADS[arguments.method]
+    ours, theirs = (summary(runs[library], workload.operations) for library in (OURS, THEIRS))
+    rate, ratio = mean(rates), ours["per_second"] / theirs["per_second"]
     result = {
         "method": arguments.method,
         "device": arguments.device,
         "dtype": dtype,
         "threads": arguments.threads,
         "model": named or default,
-        "speed_ratio": ours["tokens_per_second"] / theirs["tokens_per_second"],
+        "unit": workload.unit,
+        "speed_ratio": ratio,
         "memory_ratio": ours["peak_bytes"] / theirs["peak_bytes"],
-        "peak_share": operations / rate,
-        "their_peak_share": operations / rate * theirs["tokens_per_second"] / ours["tokens_per_second"],
+        "peak_share": ours["operations_per_second"] / rate,
+        "their_peak_share": ours["operations_per_second"] / rate / ratio,
         "matmul_rate": rate,
         "matmul_rates": rates,
-        "tokens_per_step": runs[OURS][0]["tokens"],
+        "tokens_per_step": runs[OURS][0]["sequences"],
         "ours": ours,
         "theirs": theirs,
     }
@@ -170,6 +181,7 @@ def missed_bars(result: dict) -> list[str]:
 def table(result: dict, specs: dict[str, dict]) -> str:
     """The result for people."""
     ours, theirs = result["ours"], result["theirs"]
+    digits = 3 if result["unit"] == "pairs" else 1
 
     def line(name: str, left: str, right: str, last: str = "") -> str:
         return f"{name:<24}{left:>16}{right:>16}{last:>12}"
@@ -180,15 +192,15 @@ def table(result: dict, specs: dict[str, dict]) -> str:
         return ", ".join(f"{key}={value}" for key, value in chosen.items())
 
     def rows(side: dict) -> str:
-        return ", ".join(f"{rate:.0f}" for rate in side["tokens_per_second_by_run"])
+        return ", ".join(f"{rate:.{digits - 1}f}" for rate in side["per_second_by_run"])
 
     return "\n".join(
         [
             line(result["method"], f"posttrain {ours['versions'][OURS]}", f"trl {theirs['versions'][THEIRS]}", "ratio"),
             line(
-                "tokens/s",
-                f"{ours['tokens_per_second']:.1f}",
-                f"{theirs['tokens_per_second']:.1f}",
+                f"{result['unit']}/s",
+                f"{ours['per_second']:.{digits}f}",
+                f"{theirs['per_second']:.{digits}f}",
                 f"{result['speed_ratio']:.2f}",
             ),
             line("  each run", rows(ours), rows(theirs)),

@@ -20,7 +20,7 @@ WORDS = (
 ).split()
 
 
-def lengths(count: int, median: int = 160, sigma: float = 0.8, high: int = 768, seed: int = 0) -> list[int]:
+def lengths(count: int, median: int, sigma: float, high: int, seed: int = 0) -> list[int]:
     """Ragged, log-normal lengths in words, as real data has them."""
     draw = random.Random(seed)
     return [int(min(high, max(16, draw.lognormvariate(math.log(median), sigma)))) for _ in range(count)]
@@ -34,7 +34,30 @@ def text(words: int, seed: int) -> str:
 
 def sft_rows() -> list[dict]:
     """64 plain texts."""
-    return [{"text": text(length, seed)} for seed, length in enumerate(lengths(64))]
+    return [{"text": text(length, seed)} for seed, length in enumerate(lengths(64, 160, 0.8, 768))]
+
+
+def preference_rows(count: int = 64) -> list[dict]:
+    """Pairs of completions of one prompt: prompts of about 384 tokens, completions of about 96."""
+    prompts = lengths(count, 384, 0.3, 640)
+    chosen, rejected = (lengths(count, 96, 0.6, 256, seed) for seed in (1, 2))
+    return [
+        {
+            "prompt": text(prompts[i], 3 * i),
+            "chosen": " " + text(chosen[i], 3 * i + 1),
+            "rejected": " " + text(rejected[i], 3 * i + 2),
+        }
+        for i in range(count)
+    ]
+
+
+def feedback_rows() -> list[dict]:
+    """The same completions one by one: of each pair the chosen one, then the rejected one."""
+    return [
+        {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"}
+        for row in preference_rows()
+        for side in ("chosen", "rejected")
+    ]
 
 
 @dataclass(frozen=True)
@@ -45,8 +68,12 @@ class Workload:
         trainer: Name of the trainer in both libraries; its config is the same name with `Config`.
         rows: Makes the rows of the data set.
         batch: Rows an optimiser step.
+        unit: What the speed counts a second: "tokens" (real ones), or "pairs" of completions.
+        pairs: Pairs of completions an optimiser step, where they are counted.
         settings: Config values that differ from the defaults, on both sides.
-        operations: Operations a matmul parameter and token: 2 a forward, 4 a backward.
+        model: The class of transformers that loads the model, and its further arguments.
+        load: Arguments of loading it.
+        operations: Operations a matmul parameter and token that the method needs: 2 a forward, 4 a backward.
         arguments: Further trainer arguments, made in the child from `(library, load_model)`.
         best: What the rival sets beyond its defaults on a GPU, where it runs at its best.
         bars: Least `speed_ratio`, most `memory_ratio`, least `peak_share` on a CPU, for `--check`.
@@ -55,7 +82,11 @@ class Workload:
     trainer: str
     rows: Callable[[], list[dict]]
     batch: int
+    unit: str = "tokens"
+    pairs: int = 0
     settings: dict = field(default_factory=dict)
+    model: str = "AutoModelForCausalLM"
+    load: dict = field(default_factory=dict)
     operations: int = 6
     arguments: Callable[[str, Callable], dict] = lambda library, load_model: {}
     best: dict = field(default_factory=dict)
@@ -67,6 +98,7 @@ class Workload:
         return self.trainer.replace("Trainer", "Config")
 
 
+# Preference methods compute their reference within the timed steps: nothing is precomputed on either side.
 WORKLOADS = {
     "sft": Workload(
         "SFTTrainer",
@@ -75,6 +107,34 @@ WORKLOADS = {
         settings={"max_length": 768},
         best={"packing": True},
         bars={"speed_ratio": 4.5, "memory_ratio": 0.38, "peak_share": 0.70},
+    ),
+    "dpo": Workload(
+        "DPOTrainer",
+        preference_rows,
+        batch=4,
+        unit="pairs",
+        pairs=4,
+        operations=6 + 2,  # the policy, and a forward of the reference
+        bars={"speed_ratio": 3.5, "memory_ratio": 0.4},
+    ),
+    "kto": Workload(
+        "KTOTrainer",
+        feedback_rows,
+        batch=8,
+        unit="pairs",
+        pairs=4,
+        operations=6 + 2 + 4,  # and a forward of each on the mismatched completions
+        bars={"speed_ratio": 2.5, "memory_ratio": 0.4},
+    ),
+    "reward": Workload(
+        "RewardTrainer",
+        preference_rows,
+        batch=4,
+        unit="pairs",
+        pairs=4,
+        model="AutoModelForSequenceClassification",
+        load={"num_labels": 1},
+        bars={"speed_ratio": 2.2, "memory_ratio": 0.4},
     ),
 }
 
