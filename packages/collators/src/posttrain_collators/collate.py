@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from posttrain_collators.padding import Padding, pad_sequences
+from posttrain_collators.padding import Padding, as_list, pad_sequences
 
 
 class TokenBatch(NamedTuple):
@@ -98,11 +98,11 @@ class TokenCollator:
 def _read_row(index: int, row: Mapping[str, Any]) -> _Row:
     if row.get("input_ids") is None:
         raise ValueError(f"rows[{index}] has no input_ids; its keys are {sorted(row)}.")
-    input_ids = _as_list(row["input_ids"])
+    input_ids = as_list(row["input_ids"])
     loss_mask = _read_loss_mask(index, row, input_ids)
     lengths = [len(input_ids)] if input_ids else []
     if row.get("seq_lengths") is not None:
-        lengths = _as_list(row["seq_lengths"])
+        lengths = as_list(row["seq_lengths"])
         if sum(lengths) != len(input_ids) or any(length < 1 for length in lengths):
             raise ValueError(
                 f"rows[{index}]: seq_lengths={lengths} must be positive and add up to the {len(input_ids)} input_ids."
@@ -123,10 +123,10 @@ def _read_loss_mask(index: int, row: Mapping[str, Any], input_ids: list[int]) ->
                 f"rows[{index}]: {name} has {len(row[name])} values for {len(input_ids)} input_ids: write one for each."
             )
     if row.get("loss_mask") is not None:
-        return [bool(value) for value in _as_list(row["loss_mask"])]
+        return [bool(value) for value in as_list(row["loss_mask"])]
     if row.get("labels") is None:
         return [True] * len(input_ids)
-    labels = _as_list(row["labels"])
+    labels = as_list(row["labels"])
     for position, (label, token) in enumerate(zip(labels, input_ids, strict=True)):
         if label not in (-100, token):
             raise ValueError(
@@ -134,7 +134,3 @@ def _read_loss_mask(index: int, row: Mapping[str, Any], input_ids: list[int]) ->
                 f"labels are not shifted here, and a target is always the token itself."
             )
     return [label != -100 for label in labels]
-
-
-def _as_list(values: Any) -> list[Any]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)

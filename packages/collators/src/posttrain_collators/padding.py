@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,11 @@ def check_side(side: str) -> None:
     """Refuse a padding side that is neither of the two."""
     if side not in ("right", "left"):
         raise ValueError(f"side={side!r} is unknown: write 'right' or 'left'.")
+
+
+def as_list(values: Any) -> list[Any]:
+    """The elements of a list, an array or a tensor."""
+    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 @dataclass(frozen=True)

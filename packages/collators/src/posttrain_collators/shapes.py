@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import comb
+from typing import Any
 
 import torch
 
@@ -44,28 +45,101 @@ def plan_shapes(
         >>> plan_shapes([10, 11, 12, 100], max_shapes=2, multiple_of=64)
         (64, 128)
     """
-    for name, value in (("max_shapes", max_shapes), ("multiple_of", multiple_of), ("batch_size", batch_size)):
+    _check(max_shapes=max_shapes, multiple_of=multiple_of, batch_size=batch_size)
+    widths, counts = _count(lengths, multiple_of, batch_size, "lengths")
+    return _best_widths(widths, counts, max_shapes)[0]
+
+
+def plan_completion_shapes(
+    prompt_lengths: Iterable[int] | torch.Tensor,
+    completion_lengths: Iterable[int | Sequence[int]] | torch.Tensor,
+    max_shapes: int,
+    *,
+    multiple_of: int = 1,
+    batch_size: int = 1,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Choose widths for prompts and widths for their completions, given how many pairs of the two may occur.
+
+    A batch of P prompts with G completions each has one width for prompts, Tp, and one for completions, Tc, so a plan
+    of m and n widths has m * n shapes. The objective is what `plan_shapes` minimises, of the `P * Tp + P * G * Tc`
+    tokens of a batch. Both parts are solved exactly for each m with the largest n that `m * n <= max_shapes` allows,
+    and the best pair is taken; with equal tokens, the one with fewer shapes.
+
+    Args:
+        prompt_lengths: The number of prompt tokens of every row.
+        completion_lengths: For every row the number of tokens of its completion, or of each of its completions.
+        max_shapes: How many pairs of widths there may be at most.
+        multiple_of: Every width is a multiple of this.
+        batch_size: Rows a batch has.
+
+    Returns:
+        The widths of prompts and those of completions, each ascending. The last hold the longest.
+
+    Raises:
+        ValueError: If lengths are missing, negative, or of different numbers of rows, or another argument is below 1.
+
+    Example:
+        >>> plan_completion_shapes([10, 11, 90], [(4, 5), (3, 30), (5, 5)], max_shapes=2)
+        ((11, 90), (30,))
+        >>> plan_completion_shapes([10, 11, 12], [5, 5, 60], max_shapes=2, multiple_of=8)
+        ((16,), (8, 64))
+    """
+    _check(max_shapes=max_shapes, multiple_of=multiple_of, batch_size=batch_size)
+    prompts, found = _as_list(prompt_lengths), _as_list(completion_lengths)
+    if len(prompts) != len(found):
+        raise ValueError(
+            f"prompt_lengths has {len(prompts)} rows and completion_lengths {len(found)}: write one entry for each row."
+        )
+    each = max((len(row) for row in found if isinstance(row, list | tuple)), default=1)  # G
+    longest: list[int] = []
+    for index, row in enumerate(found):
+        if isinstance(row, list | tuple):
+            if not row or min(row) < 0:
+                raise ValueError(f"completion_lengths[{index}]={row}: write the number of tokens of each completion.")
+            row = max(row)
+        longest.append(row)
+    prompt_counts = _count(prompts, multiple_of, batch_size, "prompt_lengths")
+    counts = _count(longest, multiple_of, batch_size, "completion_lengths")
+    plans = []
+    for number in {max_shapes // other for other in range(1, min(max_shapes, len(counts[0])) + 1)}:
+        prompt_widths, prompt_cost = _best_widths(*prompt_counts, number)
+        widths, cost = _best_widths(*counts, max_shapes // number)
+        plans.append((prompt_cost + each * cost, len(prompt_widths) * len(widths), prompt_widths, widths))
+    return min(plans)[2:]
+
+
+def _check(**values: int) -> None:
+    for name, value in values.items():
         if value < 1:
             raise ValueError(f"{name}={value}: write a positive integer.")
-    if isinstance(lengths, torch.Tensor):  # its elements are tensors, which hash by identity
-        lengths = lengths.tolist()
+
+
+def _as_list(values: Iterable[Any] | torch.Tensor) -> list[Any]:
+    # The elements of a tensor are tensors, which hash by identity.
+    return values.tolist() if isinstance(values, torch.Tensor) else list(values)
+
+
+def _count(
+    lengths: Iterable[int] | torch.Tensor, multiple_of: int, batch_size: int, name: str
+) -> tuple[list[int], list[int]]:
+    """The distinct rounded lengths, and for each how many batches have a longest row of at most that."""
+    if isinstance(lengths, torch.Tensor):
+        lengths = _as_list(lengths)
     histogram: Counter[int] = Counter()
     for length, rows in Counter(lengths).items():
         if length < 0:
-            raise ValueError(f"lengths holds {length}: write the number of tokens of every row.")
+            raise ValueError(f"{name} holds {length}: write the number of tokens of every row.")
         histogram[-(-max(int(length), 1) // multiple_of) * multiple_of] += rows
     if not histogram:
-        raise ValueError("lengths is empty: there is nothing to plan widths for.")
-
+        raise ValueError(f"{name} is empty: there is nothing to plan widths for.")
     widths = sorted(histogram)
     counts = list(accumulate(histogram[width] for width in widths))
     batch_size = min(batch_size, counts[-1])
-    counts = [comb(count, batch_size) for count in counts]
-    return _best_widths(widths, counts, max_shapes)
+    return widths, [comb(count, batch_size) for count in counts]
 
 
-def _best_widths(widths: list[int], counts: list[int], max_shapes: int) -> tuple[int, ...]:
-    """Solve the recurrence of `plan_shapes`; `counts[j]` is cumulative."""
+def _best_widths(widths: list[int], counts: list[int], max_shapes: int) -> tuple[tuple[int, ...], int]:
+    """Solve the recurrence of `plan_shapes`, `counts[j]` being cumulative: the widths, and their cost."""
     distinct = len(widths)
     cost = [width * count for width, count in zip(widths, counts, strict=True)]  # one width for everything up to j
     choices: list[list[int]] = []
@@ -92,7 +166,7 @@ def _best_widths(widths: list[int], counts: list[int], max_shapes: int) -> tuple
         if choice[j] >= 0:
             j = choice[j]
             chosen.append(widths[j])
-    return tuple(reversed(chosen))
+    return tuple(reversed(chosen)), cost[-1]
 
 
 def _line(i: int, width: int, cost: list[int], counts: list[int]) -> int:
