@@ -1,6 +1,6 @@
 """Measure what a prompt twice as long costs where it is computed once, against where each completion repeats it.
 
-    uv run python tools/bench/prompt_cost.py [--json] [--check]
+    uv run --group bench python tools/bench/prompt_cost.py [--json] [--check]
 
 For G completions of one prompt it times a forward and a backward of their log-probabilities, with a prompt of
 `--prompt` tokens and with one of twice as many, in the `shared` and in the `padded` layout, in alternation. Every
