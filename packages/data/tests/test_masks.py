@@ -6,7 +6,7 @@ import json
 
 import pytest
 from posttrain_data import DataError, SFTDataOptions, prepare_sft, render, terminators, tiny_tokenizer
-from posttrain_data.rows import RowMaker
+from posttrain_data.sft import SFTRows
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -271,8 +271,8 @@ def test_contents_that_look_like_the_template(base, family):
 
 def prepared_row(tokenizer, messages):
     """One row without the cost of a data set."""
-    maker = RowMaker(tokenizer, SFTDataOptions(assistant_only=True), "train", frozenset(), True)
-    return maker([{"messages": messages}], [0])[0]._asdict()
+    maker = SFTRows(tokenizer, SFTDataOptions(assistant_only=True), "train")
+    return maker([{"messages": messages}], [0])[0][0].columns
 
 
 def test_markers_narrow_the_targets(base):

@@ -2,9 +2,9 @@
 
 from posttrain_data.errors import DataError
 from posttrain_data.options import Prepared, Report, SFTDataOptions
-from posttrain_data.prepare import prepare_sft
 from posttrain_data.rendering import render
 from posttrain_data.selection import DatasetOptions, load_datasets
+from posttrain_data.sft import prepare_sft
 from posttrain_data.sources import DatasetSpec, load_rows
 from posttrain_data.templates import clone_chat_template, terminators
 from posttrain_data.tiny import tiny_tokenizer

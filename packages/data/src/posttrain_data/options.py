@@ -10,7 +10,26 @@ from posttrain_data.errors import DataError
 
 
 @dataclass(frozen=True)
-class SFTDataOptions:
+class DataOptions:
+    """What every preparation is told."""
+
+    max_length: int | None = 1024
+    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
+    num_proc: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
+        if self.max_length is not None and self.max_length < 2:
+            raise DataError(
+                f"max_length={self.max_length}: write at least 2 (the first token is never a target) or None."
+            )
+        if self.num_proc is not None and self.num_proc < 1:
+            raise DataError(f"num_proc={self.num_proc}: write a positive number of processes, or None.")
+
+
+@dataclass(frozen=True)
+class SFTDataOptions(DataOptions):
     """How rows become token ids and targets for supervised fine-tuning.
 
     Attributes:
@@ -33,26 +52,18 @@ class SFTDataOptions:
         'all'
     """
 
-    max_length: int | None = 1024
-    truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     completion_only: bool | None = None
     assistant_only: bool = False
     train_on: Literal["all", "last"] = "all"
     text_field: str = "text"
     packing: bool = False
     packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
-    num_proc: int | None = None
     formatting_func: Callable[[dict[str, Any]], str | list[dict[str, Any]]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _one_of("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
+        super().__post_init__()
         _one_of("train_on", self.train_on, ("all", "last"))
         _one_of("packing_strategy", self.packing_strategy, ("bfd", "bfd_split", "wrapped"))
-        if self.max_length is not None and self.max_length < 2:
-            raise DataError(
-                f"max_length={self.max_length}: write at least 2 (the first token is never a target) or None."
-            )
         if self.packing and self.max_length is None:
             raise DataError("packing=True needs max_length, the number of tokens in a packed row: write a number.")
         if self.train_on == "last" and not self.assistant_only and self.completion_only is False:
@@ -62,8 +73,33 @@ class SFTDataOptions:
                 "completion_only=True needs 'prompt' and 'completion', which formatting_func does not return: "
                 "drop one of the two."
             )
-        if self.num_proc is not None and self.num_proc < 1:
-            raise DataError(f"num_proc={self.num_proc}: write a positive number of processes, or None.")
+
+
+@dataclass(frozen=True)
+class PreferenceDataOptions(DataOptions):
+    """How rows become prompts and completions, for preference pairs and for feedback on single completions.
+
+    Attributes:
+        max_length: Tokens that a prompt and its completion may have together; see `overlong`. None cuts nothing.
+        truncation_mode: What is cut of longer rows. "keep_start": the end of the completions; rows whose prompt leaves
+            no room for one are dropped. "keep_end": the start of the prompt, which stays the same for both
+            completions; rows whose completion leaves no room for it are dropped.
+        overlong: "truncate" cuts longer rows as `truncation_mode` says; "drop" leaves them out (for reward models,
+            which would otherwise judge texts without their end).
+        num_proc: Processes that prepare rows; None is this one alone.
+        chat_template_kwargs: Variables for the chat template; a row's own `chat_template_kwargs` win.
+
+    Example:
+        >>> from posttrain_data import PreferenceDataOptions
+        >>> PreferenceDataOptions(max_length=512, overlong="drop").truncation_mode
+        'keep_start'
+    """
+
+    overlong: Literal["truncate", "drop"] = "truncate"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_of("overlong", self.overlong, ("truncate", "drop"))
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -74,6 +110,11 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 NO_TARGET = "no target token"
 ALL_CUT = "every target beyond max_length"
 EMPTY = "no token"
+PROMPT_FILLS = "a prompt that fills max_length"
+COMPLETION_FILLS = "a completion that fills max_length"
+OVERLONG = "a side longer than max_length"
+NO_COMPLETION = "an empty completion"
+TOO_LONG = {ALL_CUT, PROMPT_FILLS, COMPLETION_FILLS, OVERLONG}
 
 
 @dataclass
@@ -84,12 +125,12 @@ class Report:
 
     Attributes:
         name: The data set.
-        rows_in: Rows read.
+        rows_in: Rows read; a pair that is taken apart counts as two.
         rows_kept: Rows with at least one target.
         dropped: Rows left out, by reason.
         truncated_rows: Kept rows that were cut to `max_length`.
-        tokens: Tokens in the kept rows.
-        target_tokens: Those that are targets.
+        tokens: Tokens in the kept rows; a prompt of two completions counts once.
+        target_tokens: Those that are targets, which all tokens of a completion are.
         cut_tokens: Tokens cut from kept rows.
         packed_rows: Rows after packing; None without packing.
         capacity: Tokens that a packed row may hold.
@@ -133,8 +174,9 @@ class Prepared(NamedTuple):
     """Rows ready to train on.
 
     Attributes:
-        dataset: Rows `{"input_ids": list[int], "loss_mask": list[bool]}`, and `"seq_lengths": list[int]` when packed.
-            `loss_mask` is True where the token itself is a target; the first token of a sequence never is.
+        dataset: Rows. For supervised fine-tuning `{"input_ids": list[int], "loss_mask": list[bool]}`, and
+            `"seq_lengths": list[int]` when packed; `loss_mask` is True where the token itself is a target, which the
+            first token of a sequence never is. The other preparations say what their rows hold.
         report: What became of the rows that went in.
     """
 

@@ -1,38 +1,43 @@
-"""One batch of raw rows to token ids and targets: the same code for lists, map data sets, workers and streams."""
+"""One batch of raw rows to token ids: what every preparation shares, for lists, map data sets, workers and streams."""
 
 from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from posttrain_data.errors import DataError
-from posttrain_data.formats import Chat, Text, Tokens, parse_row, strip_none
+from posttrain_data.formats import Chat, strip_none
 from posttrain_data.keys import KeyWatch
-from posttrain_data.options import ALL_CUT, EMPTY, NO_TARGET, SFTDataOptions
+from posttrain_data.options import DataOptions
+from posttrain_data.packing import Packing
 from posttrain_data.rendering import Encoded, Renderer
-from posttrain_data.spans import Conversation, turn_spans
 
 RAW = "posttrain_raw_row"  # column that holds a whole row as JSON, exactly as it was
 
 
 class Row(NamedTuple):
-    """A tokenised row and what was done to it; `dropped` names the reason when it is not kept."""
+    """A prepared row and what was done to it; `dropped` names the reason when it is not kept.
 
-    input_ids: list[int]
-    loss_mask: list[bool]
-    seq_lengths: list[int] | None
-    dropped: str | None
-    cut: int
-    unread: set[str]
-    read: set[str]
-    notes: set[str]
+    `columns` hold the row, `tokens` and `targets` count what is in them, `cut` what was cut away. The last three are
+    for the report: message keys that the template was not seen to read, those it was, and sentences.
+    """
+
+    columns: dict[str, Any]
+    dropped: str | None = None
+    tokens: int = 0
+    targets: int = 0
+    cut: int = 0
+    unread: set[str] = set()
+    read: set[str] = set()
+    notes: set[str] = set()
 
 
 class Draft(NamedTuple):
-    """A row before tokenisation: text, the characters that are targets (None: all), and how it is closed."""
+    """A text before tokenisation, the characters that are targets (None: all), and how it is closed."""
 
     text: str
     spans: list[tuple[int, int]] | None
@@ -43,64 +48,100 @@ class Draft(NamedTuple):
     notes: set[str] = set()
 
 
-class RowMaker:
-    """Turns rows into `Row`s. Errors name the data set and the row.
+class Work(NamedTuple):
+    """A raw row on its way: the texts to tokenise, and whatever else its maker has to remember."""
+
+    drafts: list[Draft]
+    rest: Any = None
+
+
+class Piece(NamedTuple):
+    """A tokenised draft: ids, which of them are targets, and whether its first target also holds what comes before."""
+
+    ids: list[int]
+    mask: list[bool]
+    straddles: bool
+
+
+class RowMaker(ABC):
+    """Turns raw rows into `Row`s. Errors name the data set and the row.
 
     Args:
         tokenizer: Tokenizer or processor.
-        options: See `SFTDataOptions`.
+        options: What shapes the rows; see `DataOptions`.
         name: Name of the data set in messages.
-        exact: Columns that come as JSON text, whose None values are the author's own and not Arrow's.
-        cut: Whether rows are cut to `max_length` here (packing that splits or wraps cuts later).
     """
 
-    def __init__(self, tokenizer: Any, options: SFTDataOptions, name: str, exact: frozenset[str], cut: bool) -> None:
+    kind: ClassVar[str]
+    """Begins the names of folders in the cache."""
+    features: ClassVar[dict[str, Any]]
+    """Columns of a prepared row."""
+    optional: ClassVar[tuple[str, ...]] = ()
+    """Those of them that all rows have or none."""
+    lacking: ClassVar[str]
+    """What an unusable row has none of, in messages."""
+    question: ClassVar[str]
+    """What may be wrong when no row is usable."""
+    packing: Packing | None = None
+
+    def __init__(self, tokenizer: Any, options: DataOptions, name: str) -> None:
         self.renderer = Renderer(tokenizer)
         self.tokenizer = self.renderer.tokenizer
+        self.source = tokenizer
         self.options = options
         self.name = name
-        self.exact = exact
-        self.cut = cut
+        self.exact: frozenset[str] = frozenset()
+        """Columns that come as JSON text, whose None values are the author's own and not Arrow's."""
         self.roles = self.renderer.roles()
         self.watch = KeyWatch(self.renderer)
         self.vocabulary = max(self.tokenizer.get_vocab().values(), default=-1) + 1
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> list[Row]:
-        """Rows in the same order, one for one."""
-        drafts: list[Draft | Tokens] = []
-        for row, index in zip(rows, indices, strict=True):
-            try:
-                drafts.append(self._draft(row))
-            except DataError as error:
-                raise DataError(f"{self.name}: row {index}: {error}") from None
-        encoded = self._encode(drafts)
+    def __call__(self, rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> list[list[Row]]:
+        """For each raw row what it became, in the same order."""
+        works = [self._at(index, self._work, row) for row, index in zip(rows, indices, strict=True)]
+        encoded = iter(self._encode([draft for work in works for draft in work.drafts]))
         made = []
-        for draft, tokens, index in zip(drafts, encoded, indices, strict=True):
-            try:
-                made.append(self._finish(draft, tokens))
-            except DataError as error:
-                raise DataError(f"{self.name}: row {index}: {error}") from None
+        for work, index in zip(works, indices, strict=True):
+            made.append(self._at(index, self._made, work, [next(encoded) for _ in work.drafts]))
         return made
 
-    # Text and spans
-
-    def _draft(self, row: Mapping[str, Any]) -> Draft | Tokens:
-        row = self._given(row)
-        formatted = self.options.formatting_func is not None and "input_ids" not in row
-        parsed = self._formatted(row) if formatted else parse_row(row, self.options.text_field, self.roles)
-        if isinstance(parsed, Tokens):
-            masked = any(row.get(column) is not None for column in ("assistant_masks", "loss_mask", "labels"))
-            if self.options.assistant_only and not masked:
-                raise DataError("assistant_only=True needs a conversation, or 'assistant_masks' beside 'input_ids'.")
-            return parsed
-        draft = self._text(parsed) if isinstance(parsed, Text) else self._chat(parsed)
+    def _at(self, index: int, function: Any, *args: Any) -> Any:
         try:
-            draft.text.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"half of a surrogate pair ({draft.text[error.start]!r}), which is no character: remove it."
-            ) from None
-        return draft
+            return function(*args)
+        except DataError as error:
+            raise DataError(f"{self.name}: row {index}: {error}") from None
+
+    def _work(self, row: Mapping[str, Any]) -> Work:
+        work = self.work(self._given(row))
+        for draft in work.drafts:
+            try:
+                draft.text.encode()
+            except UnicodeEncodeError as error:
+                raise DataError(
+                    f"half of a surrogate pair ({draft.text[error.start]!r}), which is no character: remove it."
+                ) from None
+        return work
+
+    def _made(self, work: Work, encoded: Sequence[Encoded]) -> list[Row]:
+        pieces = [self._piece(draft, tokens) for draft, tokens in zip(work.drafts, encoded, strict=True)]
+        about = [set().union(*(draft[at] for draft in work.drafts)) for at in (-3, -2, -1)]
+        return [
+            row._replace(unread=about[0], read=about[1], notes=about[2] | row.notes) for row in self.rows(work, pieces)
+        ]
+
+    @abstractmethod
+    def work(self, row: Mapping[str, Any]) -> Work:
+        """Recognises a row, and renders what has to be rendered."""
+
+    @abstractmethod
+    def rows(self, work: Work, pieces: Sequence[Piece]) -> list[Row]:
+        """Puts the tokenised drafts of a row together."""
+
+    @abstractmethod
+    def spans(self, chat: Chat, kwargs: Mapping[str, Any], text: str) -> list[tuple[int, int]] | None:
+        """The characters of a rendered conversation that are targets; None for all."""
+
+    # Text and spans
 
     def _given(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The row as its author wrote it."""
@@ -112,32 +153,15 @@ class RowMaker:
             if key != RAW
         }
 
-    def _formatted(self, row: Mapping[str, Any]) -> Text | Chat:
-        assert self.options.formatting_func is not None
-        made = self.options.formatting_func(dict(row))
-        if isinstance(made, str):
-            return Text(None, made)
-        if isinstance(made, list) and made and isinstance(made[0], Mapping):
-            parsed = parse_row({**row, "messages": made}, self.options.text_field, self.roles)
-            if isinstance(parsed, Chat):
-                return parsed
-        raise DataError(f"formatting_func returned {made!r:.60} ({type(made).__name__}): return a string or messages.")
-
-    def _text(self, text: Text) -> Draft:
-        if self.options.assistant_only:
-            raise DataError("assistant_only=True needs a conversation, this row is plain text: set it to False.")
-        spans = None
-        if text.prompt is None:
-            if self.options.completion_only:
-                raise DataError("completion_only=True needs columns 'prompt' and 'completion'.")
-        elif self.options.completion_only is not False:
-            spans = [(len(text.prompt), len(text.text))]
+    def text_draft(self, text: str, spans: list[tuple[int, int]] | None) -> Draft:
+        """Plain text, which the end-of-sequence token closes."""
         if self.tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-sequence token, which closes a text: set its eos_token.")
         bos = self.tokenizer.bos_token
-        return Draft(text.text, spans, not (bos and text.text.startswith(bos)), True)
+        return Draft(text, spans, not (bos and text.startswith(bos)), True)
 
-    def _chat(self, chat: Chat) -> Draft:
+    def chat_draft(self, chat: Chat) -> Draft:
+        """A conversation, rendered; its end-of-turn token closes it, or else the end-of-sequence token."""
         kwargs = {**(self.options.chat_template_kwargs or {}), **chat.kwargs}
         try:
             text = self.renderer.text(chat.messages, chat.tools, kwargs)
@@ -145,7 +169,7 @@ class RowMaker:
             raise DataError(f"{error}{_repeated_role(chat)}") from None
         unread, read = self.watch.look(chat.messages, chat.tools, kwargs, text)
         open_ended = chat.messages[-1]["role"] == "assistant" and not self._closed(text)
-        spans = self._spans(chat, kwargs, text)
+        spans = self.spans(chat, kwargs, text)
         notes = self._notes(chat)
         if open_ended:
             notes.add("the chat template writes no end-of-turn token: eos_token is appended to conversations")
@@ -162,22 +186,6 @@ class RowMaker:
             last = match
         return last is not None and last.end() == len(text)
 
-    def _spans(self, chat: Chat, kwargs: Mapping[str, Any], text: str) -> list[tuple[int, int]] | None:
-        options = self.options
-        if options.completion_only and chat.prompt_length is None:
-            raise DataError("completion_only=True needs columns 'prompt' and 'completion'; see also assistant_only.")
-        completion = chat.prompt_length is not None and options.completion_only is not False
-        if not (completion or options.assistant_only):
-            if options.train_on == "last":
-                raise DataError("train_on='last' picks among assistant turns: write assistant_only=True with it.")
-            return None
-        first = (chat.prompt_length or 0) if completion else 0
-        wanted = [n for n, message in enumerate(chat.messages) if n >= first and message["role"] == "assistant"]
-        if options.train_on == "last":
-            wanted = wanted[-1:]
-        conversation = Conversation(self.renderer, chat.messages, chat.tools, kwargs, text)
-        return [(span.start, span.stop) for span in turn_spans(conversation, wanted)]
-
     def _notes(self, chat: Chat) -> set[str]:
         facts = self.renderer.facts(chat.tools)
         notes = set()
@@ -190,41 +198,34 @@ class RowMaker:
 
     # Tokens and masks
 
-    def _encode(self, drafts: Sequence[Draft | Tokens]) -> list[Encoded | None]:
-        encoded: list[Encoded | None] = [None] * len(drafts)
-        for special in (False, True):
-            places = [(n, d) for n, d in enumerate(drafts) if isinstance(d, Draft) and d.add_special is special]
-            texts = [draft.text for _, draft in places]
-            for (place, _), tokens in zip(places, self.renderer.encode_batch(texts, special), strict=True):
-                encoded[place] = tokens
-        return encoded
+    def check_ids(self, ids: Sequence[int], column: str) -> None:
+        """Refuses token ids that the tokenizer does not have."""
+        if ids and max(ids) >= self.vocabulary:
+            raise DataError(
+                f"column {column!r} holds {max(ids)}, the tokenizer's ids end at {self.vocabulary - 1}: tokenise "
+                "the rows with this tokenizer."
+            )
 
-    def _finish(self, draft: Draft | Tokens, encoded: Encoded | None) -> Row:
-        if isinstance(draft, Tokens):
-            ids, mask, lengths = list(draft.input_ids), list(draft.loss_mask), draft.seq_lengths
-            if ids and max(ids) >= self.vocabulary:
-                raise DataError(
-                    f"column 'input_ids' holds {max(ids)}, the tokenizer's ids end at {self.vocabulary - 1}: tokenise "
-                    "the rows with this tokenizer."
-                )
-            at = 0
-            for length in lengths if lengths is not None else [len(ids)]:
-                if length:
-                    mask[at] = False
-                at += length
-            return self._fit(ids, mask, lengths, Draft("", None, False, False))
-        assert encoded is not None
+    def _encode(self, drafts: Sequence[Draft]) -> list[Encoded]:
+        encoded: dict[int, Encoded] = {}
+        for special in (False, True):
+            places = [n for n, draft in enumerate(drafts) if draft.add_special is special]
+            texts = [drafts[place].text for place in places]
+            encoded.update(zip(places, self.renderer.encode_batch(texts, special), strict=True))
+        return [encoded[place] for place in range(len(drafts))]
+
+    def _piece(self, draft: Draft, encoded: Encoded) -> Piece:
         ids = list(encoded.ids)
         mask = self._mask(draft, encoded)
+        first = mask.index(True) if draft.spans and encoded.offsets and True in mask else None
+        straddles = first is not None and encoded.offsets[first][0] < draft.spans[0][0]
         eos = self.tokenizer.eos_token_id
         if draft.append_eos and ids and ids[-1] != eos:
             ids.append(eos)
             mask.append(draft.spans is None or any(stop >= len(draft.text) for _, stop in draft.spans))
         elif draft.append_eos and ids and draft.spans is not None:
             mask[-1] = True  # written by the tokenizer behind the text, or by the text itself
-        if mask:
-            mask[0] = False
-        return self._fit(ids, mask, None, draft)
+        return Piece(ids, mask, straddles)
 
     def _mask(self, draft: Draft, encoded: Encoded) -> list[bool]:
         if draft.spans is None:
@@ -256,23 +257,6 @@ class RowMaker:
                 break
             shared += 1
         return shared + (straddling and shared < len(part))
-
-    def _fit(self, ids: list[int], mask: list[bool], lengths: list[int] | None, draft: Draft) -> Row:
-        about = (draft.unread, draft.read, draft.notes)
-        limit = self.options.max_length
-        if not ids:
-            return Row([], [], None, EMPTY, 0, *about)
-        if not any(mask):
-            return Row([], [], None, NO_TARGET, 0, *about)
-        cut = 0
-        if lengths is None and self.cut and limit is not None and len(ids) > limit:
-            cut = len(ids) - limit
-            keep = slice(0, limit) if self.options.truncation_mode == "keep_start" else slice(cut, None)
-            ids, mask = ids[keep], mask[keep]
-            mask[0] = False
-            if not any(mask):
-                return Row([], [], None, ALL_CUT, 0, *about)
-        return Row(ids, mask, lengths, None, cut, *about)
 
 
 def offset_mask(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
