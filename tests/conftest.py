@@ -17,6 +17,11 @@ CHATS = [
     for question, answer in zip(QUESTIONS * 8, ANSWERS * 8, strict=True)
 ]
 
+PAIRS = [
+    {"prompt": chat[:1], "chosen": chat[1:], "rejected": [{"role": "assistant", "content": "I would rather not say."}]}
+    for chat in CHATS
+]
+
 
 def write_jsonl(file: Path, rows: list[dict]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -39,6 +44,12 @@ def documented(tmp_path_factory) -> Path:
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     write_jsonl(folder / "trl-lib/Capybara/train.jsonl", [{"messages": chat, "source": "made"} for chat in CHATS])
+    # The second in the form that it has on the hub: two conversations, whose common beginning is the prompt.
+    write_jsonl(
+        folder / "trl-lib/ultrafeedback_binarized/train.jsonl",
+        [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in PAIRS],
+    )
+    write_jsonl(folder / "pairs.jsonl", PAIRS)
     write_jsonl(folder / "chats.jsonl", [{"messages": chat} for chat in CHATS])
     write_jsonl(folder / "train.jsonl", [{"messages": chat} for chat in CHATS])
     write_jsonl(folder / "eval.jsonl", [{"messages": chat} for chat in CHATS[:4]])

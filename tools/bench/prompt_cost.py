@@ -4,8 +4,8 @@
 
 For G completions of one prompt it times a forward and a backward of their log-probabilities, with a prompt of
 `--prompt` tokens and with one of twice as many, in the `shared` and in the `padded` layout, in alternation. Every
-completion has the same length and there is one prompt, so that nothing is padded. What is compared is the median
-second that the longer prompt adds:
+completion has the same length and there is one prompt, so that nothing is padded. What is compared is the time that
+the longer prompt adds to the fastest step of each kind:
 
     share = (shared with 2T - shared with T) / (padded with 2T - padded with T)
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -40,7 +39,7 @@ def seconds(work: Callable[[], None]) -> float:
 
 
 def measure(model, completions: int, prompt: int, length: int, rounds: int) -> dict:
-    """Median seconds of a step by layout and prompt length, and what the longer prompt adds."""
+    """Seconds of the fastest step by layout and prompt length, and what the longer prompt adds."""
     import torch
     from posttrain_collators import CompletionBatch
     from posttrain_models import choose_layout, completion_logps
@@ -67,11 +66,11 @@ def measure(model, completions: int, prompt: int, length: int, rounds: int) -> d
                 took = seconds(lambda width=width: step(width))
                 if number:  # the first round warms up
                     found[layout, width].append(took)
-    medians = {key: statistics.median(values) for key, values in found.items()}
-    added = {layout: medians[layout, 2 * prompt] - medians[layout, prompt] for layout in LAYOUTS}
+    fastest = {key: min(values) for key, values in found.items()}  # what else runs on a machine only adds time
+    added = {layout: fastest[layout, 2 * prompt] - fastest[layout, prompt] for layout in LAYOUTS}
     return {
         "completions": completions,
-        "seconds": {layout: [medians[layout, width] for width in batches] for layout in LAYOUTS},
+        "seconds": {layout: [fastest[layout, width] for width in batches] for layout in LAYOUTS},
         "added": added,
         "share": added["shared"] / added["padded"],
         "bar": BARS.get(completions),
