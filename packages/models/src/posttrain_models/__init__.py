@@ -1,6 +1,7 @@
 """Loading language models, and scoring tokens under them without padding or full logits."""
 
 from posttrain_models.adapters import apply_lora
+from posttrain_models.completions import CompletionScores, completion_logps, score_completions
 from posttrain_models.layout import Layout, choose_layout
 from posttrain_models.loading import complete_tokenizer, fit_tokens, load_model, load_tokenizer
 from posttrain_models.options import LoadOptions, LoraOptions
@@ -10,6 +11,7 @@ from posttrain_models.tiny import tiny_model
 from posttrain_models.unwrap import unwrap
 
 __all__ = [
+    "CompletionScores",
     "Layout",
     "LoadOptions",
     "LoraOptions",
@@ -17,9 +19,11 @@ __all__ = [
     "apply_lora",
     "choose_layout",
     "complete_tokenizer",
+    "completion_logps",
     "fit_tokens",
     "load_model",
     "load_tokenizer",
+    "score_completions",
     "score_tokens",
     "sketch_model",
     "tiny_model",

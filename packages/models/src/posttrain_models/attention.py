@@ -1,7 +1,9 @@
 """Attention that honours sequence boundaries with SDPA on any device.
 
 Registered in transformers under the name `"posttrain"`. A packed call carries `cu_seq_lens_q`, the cumulative lengths
-that FlashAttention calls `cu_seqlens`: every sequence attends to itself alone, and no N x N mask exists. Any other
+that FlashAttention calls `cu_seqlens`: every sequence attends to itself alone, and no N x N mask exists. A call whose
+prompts are shared carries other cumulative lengths in `cu_seq_lens_k`: a segment with more keys than tokens is a
+completion, and also attends to its prompt, the nearest segment before it that has as many keys as tokens. Any other
 call (padded training, `generate`) runs transformers' own SDPA attention. Soft-caps and attention sinks, which SDPA
 does not know, are computed explicitly in float32.
 """
@@ -20,6 +22,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from posttrain_models.shared_attention import SharedAttention, families
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -42,6 +46,7 @@ class _Packed:
     """A plain object, not a context variable, because `torch.compile` cannot read those."""
 
     active: bool = False
+    shared: bool = False
     calls: int = 0
     windowed: int = 0
 
@@ -50,9 +55,12 @@ PACKED = _Packed()
 
 
 @contextmanager
-def packed_call() -> Iterator[_Packed]:
-    """Marks the model call inside as packed: attention then refuses to run without boundaries."""
-    PACKED.active, PACKED.calls, PACKED.windowed = True, 0, 0
+def packed_call(shared: bool = False) -> Iterator[_Packed]:
+    """Marks the model call inside as packed: attention then refuses to run without boundaries.
+
+    With `shared` prompts it also refuses to run without those of the keys.
+    """
+    PACKED.active, PACKED.shared, PACKED.calls, PACKED.windowed = True, shared, 0, 0
     try:
         yield PACKED
     finally:
@@ -87,7 +95,9 @@ def posttrain_attention(
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
+    max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of `query (B, heads, T, D)` to `key`, `value (B, kv_heads, S, D)`; returns `(B, T, heads, D)`."""
@@ -100,10 +110,14 @@ def posttrain_attention(
         if PACKED.active:
             PACKED.calls += 1
             PACKED.windowed += sliding_window is not None
+            if PACKED.shared and cu_seq_lens_k is None:
+                raise BoundaryError(f"{type(module).__name__} did not receive which keys its completions see")
+        bounds = cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         query, key, value = _as_autocast(query, key, value)
         if _varlen_fits(query, value, rule):
-            return _varlen(query, key, value, cu_seq_lens_q, max_length_q, rule), None
-        return _by_sequence(query, key, value, cu_seq_lens_q, rule), None
+            longest = (max_length_q, max_length_q if cu_seq_lens_k is None else max_length_k)
+            return _varlen(query, key, value, cu_seq_lens_q, bounds, longest, rule), None
+        return _by_sequence(query, key, value, cu_seq_lens_q, bounds, rule), None
     if PACKED.active:
         raise BoundaryError(f"{type(module).__name__} did not receive the sequence boundaries of a packed batch")
     if rule.explicit:
@@ -139,42 +153,96 @@ def _varlen_fits(query: Tensor, value: Tensor, rule: _Rule) -> bool:
     )
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int | None, rule: _Rule) -> Tensor:
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    longest: tuple[int | None, int | None],
+    rule: _Rule,
+) -> Tensor:
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    longest = query.shape[0] if longest is None else longest
+    if keys is not queries:
+        where = _gather(queries, keys)
+        key, value = key.index_select(0, where), value.index_select(0, where)
+    # The kernel aligns the diagonal at the last query and the last key.
     window = (-1 if rule.window is None else rule.window - 1, 0)
     out = varlen_attn(
-        query, key, value, bounds, bounds, longest, longest,
+        query, key, value, queries, keys, longest[0] or query.shape[0], longest[1] or key.shape[0],
         scale=rule.scale, window_size=window, enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     return out.unsqueeze(0)
 
 
+def _lengths(bounds: Tensor) -> list[int]:
+    return getattr(bounds, "lengths", None) or bounds.diff().tolist()
+
+
+@torch.compiler.disable
+def _gather(queries: Tensor, keys: Tensor) -> Tensor:
+    """Which tokens are the keys of every segment, one segment after the other; kept for the other layers."""
+    where = getattr(keys, "where", None)
+    if where is None:
+        pieces = []
+        for family in families(_lengths(queries), _lengths(keys)):
+            prompt = range(family.prompt.start, family.prompt.stop)
+            pieces.extend(prompt)
+            for own in family.completions:
+                pieces.extend((*prompt, *range(own.start, own.stop)))
+        where = torch.tensor(pieces, device=keys.device)
+        keys.where = where  # ty: ignore[unresolved-attribute]
+    return where
+
+
 # The lengths are data: traced, they would be compiled anew for every batch.
 @torch.compiler.disable
-def _by_sequence(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, rule: _Rule) -> Tensor:
+def _by_sequence(query: Tensor, key: Tensor, value: Tensor, queries: Tensor, keys: Tensor, rule: _Rule) -> Tensor:
     # One split, whose backward is one concatenation: slicing would write a zero-filled gradient for every sequence.
-    lengths = getattr(bounds, "lengths", None) or bounds.diff().tolist()
+    lengths, key_lengths = _lengths(queries), _lengths(keys)
     if rule.explicit or key.shape[1] != query.shape[1]:
         key, value = _repeat(key, query.shape[1]), _repeat(value, query.shape[1])
-    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    return torch.cat([_one_sequence(q, k, v, rule).transpose(1, 2) for q, k, v in parts], 1)
+    if lengths != key_lengths and _merges(query, value, max(key_lengths), rule):
+        groups = list(families(lengths, key_lengths))
+        return SharedAttention.apply(query, key, value, rule.scale, groups).transpose(1, 2)
+    prompt, outputs = None, []
+    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), key_lengths, strict=True)
+    for q, k, v, visible in parts:
+        if visible == k.shape[2]:
+            prompt = k, v
+        else:
+            k, v = (torch.cat(pair, 2) for pair in zip(prompt, (k, v), strict=True))
+        outputs.append(_one_sequence(q, k, v, rule).transpose(1, 2))
+    return torch.cat(outputs, 1)
+
+
+def _merges(query: Tensor, value: Tensor, longest: int, rule: _Rule) -> bool:
+    """Whether plain attention to a prompt and to oneself can be computed apart and merged."""
+    return (
+        query.device.type == "cpu"
+        and query.shape[-1] == value.shape[-1]
+        and not rule.explicit
+        and rule.dropout == 0.0
+        and (rule.window is None or longest <= rule.window)
+    )
 
 
 def _one_sequence(query: Tensor, key: Tensor, value: Tensor, rule: _Rule) -> Tensor:
-    length = query.shape[2]
-    banded = rule.window is not None and length > rule.window
-    if not rule.explicit and not banded:
+    """Causal attention of queries that are the last of the keys."""
+    length, ahead = query.shape[2], key.shape[2] - query.shape[2]
+    banded = rule.window is not None and length + ahead > rule.window
+    if not rule.explicit and not banded and not ahead:
         return F.scaled_dot_product_attention(
             query, key, value, dropout_p=rule.dropout, scale=rule.scale, is_causal=True
         )
     blocks = []
     for start in range(0, length, BLOCK):
         stop = min(start + BLOCK, length)
-        first = max(0, start - rule.window + 1) if rule.window is not None else 0
-        at = torch.arange(start, stop, device=query.device)[:, None] - torch.arange(first, stop, device=query.device)
+        first = max(0, ahead + start - rule.window + 1) if rule.window is not None else 0
+        rows = torch.arange(ahead + start, ahead + stop, device=query.device)
+        at = rows[:, None] - torch.arange(first, ahead + stop, device=query.device)
         mask = at >= 0 if rule.window is None else (at >= 0) & (at < rule.window)
-        q, k, v = query[:, :, start:stop], key[:, :, first:stop], value[:, :, first:stop]
+        q, k, v = query[:, :, start:stop], key[:, :, first : ahead + stop], value[:, :, first : ahead + stop]
         if rule.explicit:
             blocks.append(_explicit(q, k, v, mask, rule))
         else:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from posttrain_losses import token_scores, weighted_logp_sum
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -33,12 +34,13 @@ class Answer(NamedTuple):
     entropy: Tensor | None
     top1: Tensor
     total: Tensor | None
+    mean_logit: Tensor | None = None
     steps: Steps = ()
 
     def _then(self, name: str, value: Any = 1.0) -> Answer:
         if not isinstance(value, int | float):
             raise HeadError(f"the model combines its logits with a {type(value).__name__}")
-        return Answer(self.logps, self.entropy, self.top1, self.total, (*self.steps, (name, float(value))))
+        return self._replace(steps=(*self.steps, (name, float(value))))
 
     def __mul__(self, value: Any) -> Answer:  # type: ignore[override]
         return self._then("scale", value)
@@ -112,6 +114,7 @@ class Request:
     weights: Tensor | None = None
     reweight: Callable[[Tensor], Tensor] | None = None
     post: PostHead = PostHead()
+    mean_logit: bool = False
 
     def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Answer:
         """Scores of the targets under `hidden @ weight.T + bias`."""
@@ -135,7 +138,15 @@ class Request:
             total, scores = weighted_logp_sum(
                 hidden, weight, self.targets, self.weights, reweight=self.reweight, **options
             )
-        return Answer(scores.logps, scores.entropy, scores.top1, total)
+        return Answer(scores.logps, scores.entropy, scores.top1, total, self._mean(hidden, weight, bias))
+
+    @torch.no_grad()
+    def _mean(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The mean over the vocabulary of each position's logits, at temperature 1; none of capped logits."""
+        if not self.mean_logit or self.post.softcap is not None:
+            return None
+        mean = hidden.float() @ weight.mean(0, dtype=torch.float32)
+        return (mean if bias is None else mean + bias.float().mean()) * self.post.scale
 
 
 class ScoringHead(nn.Linear):

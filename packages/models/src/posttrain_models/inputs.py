@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ import torch
 from posttrain_collators import CompletionBatch, TokenBatch
 from torch import Tensor
 
+from posttrain_models.attention import packed_call
 from posttrain_models.unwrap import input_device, text_config
 
 # Layer types whose mask is a function of positions and boundaries alone.
@@ -37,6 +39,11 @@ class Plan:
     places: Tensor | None
     valid: Tensor
     empty: bool = False
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What a model must be called in, with these `kwargs`."""
+        queries = self.kwargs.get("cu_seq_lens_q")
+        return nullcontext() if queries is None else packed_call(queries is not self.kwargs["cu_seq_lens_k"])
 
     def take(self, weights: Tensor) -> Tensor:
         """The `(n,)` weights of the targets, from `(B, T)`; 0 where nothing is a target."""

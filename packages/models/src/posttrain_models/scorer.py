@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from posttrain_collators import TokenBatch
 from posttrain_losses import TokenScores
 from torch import Tensor, nn
 
-from posttrain_models import attention
 from posttrain_models.head import (
     Answer,
     HeadError,
@@ -155,28 +153,23 @@ def _run(
     entropy: bool,
 ) -> tuple[Plan, Answer, Tensor | None]:
     base = base_model(model)
-    layout, head = _prepared(model, base)
+    layout = prepared(model, base)
     plan = build_plan(base, batch, layout.name, layout.static_shapes)
-    request = Request(
-        plan.targets,
-        plan.index,
-        plan.positions,
-        temperature,
-        entropy,
-        None if weights is None else plan.take(weights.detach()).float(),
-        reweight,
-        head.post,
-    )
-    outputs = _call(model, base, plan, layout, request if head.fused else None)
-    if head.fused:
-        answer = _checked(outputs.logits, head.post)
-    else:
-        answer = _plain(outputs.logits, request)
-    return plan, answer, getattr(outputs, "aux_loss", None)
+    taken = None if weights is None else plan.take(weights.detach()).float()
+    request = Request(plan.targets, plan.index, plan.positions, temperature, entropy, taken, reweight)
+    return plan, *ask(model, base, plan, request)
 
 
-def _call(model: nn.Module, base: Any, plan: Plan, layout: Layout, request: Request | None) -> Any:
-    with attention.packed_call() if layout.name == "packed" else nullcontext():
+def ask(model: nn.Module, base: Any, plan: Plan, request: Request) -> tuple[Answer, Tensor | None]:
+    """The answer of a prepared model to a request about a plan, and its balance loss."""
+    head = state_of(base).head
+    outputs = _call(model, base, plan, replace(request, post=head.post) if head.fused else None)
+    answer = _checked(outputs.logits, head.post) if head.fused else _plain(outputs.logits, request)
+    return answer, getattr(outputs, "aux_loss", None)
+
+
+def _call(model: nn.Module, base: Any, plan: Plan, request: Request | None) -> Any:
+    with plan.context():
         if request is None:
             return model(**plan.kwargs)
         with asking(find_heads(base), request):
@@ -200,6 +193,7 @@ def _plain(logits: Tensor, request: Request) -> Answer:
     if request.index is not None:
         logits = logits.index_select(0, request.index)
     logits = logits.float() / request.temperature
+    mean = logits.detach().mean(-1) * request.temperature if request.mean_logit else None
     everything = logits.log_softmax(-1)
     logps = everything.gather(1, request.targets[:, None]).squeeze(1)
     entropy = -(everything.exp() * everything).sum(-1) if request.entropy else None
@@ -211,13 +205,14 @@ def _plain(logits: Tensor, request: Request) -> Answer:
             factor = factor * request.reweight(logps.detach()).detach()
         # Not a product alone: 0 * -inf at a position without a target is NaN.
         total = torch.where(factor == 0, torch.zeros_like(logps), factor * logps).sum()
-    return Answer(logps, entropy, top1, total)
+    return Answer(logps, entropy, top1, total, mean)
 
 
-def _prepared(model: nn.Module, base: Any) -> tuple[Layout, _Head]:
+def prepared(model: nn.Module, base: Any, completions: bool = False) -> Layout:
+    """Find out, at first use, in which layout a model runs and how its head answers; returns the layout."""
     state = state_of(base)
     if state.layout is None:
-        layout = choose_layout(model, static_shapes=_static(base))
+        layout = choose_layout(model, static_shapes=_static(base), completions=completions)
         logger.info("layout %s: %s", layout.name, layout.reason)
     modules = _head_modules(base)
     if state.head is None or state.head.modules != modules:
@@ -225,7 +220,7 @@ def _prepared(model: nn.Module, base: Any) -> tuple[Layout, _Head]:
         state.head = replace(_probe_head(model, base, state.layout), modules=modules)
         if not state.head.fused:
             logger.warning("full logits are computed, which costs memory: %s", state.head.reason)
-    return state.layout, state.head
+    return state.layout
 
 
 def _static(base: Any) -> bool:
@@ -255,18 +250,17 @@ def _probe_head(model: nn.Module, base: Any, layout: Layout) -> _Head:
     if layout.static_shapes and next(base.parameters()).device.type != "cpu":
         # A probe would cost a compilation; every call still checks what the model does after its head.
         return _Head(True, _declared(base))
-    padded = Layout("padded", "", False)
     plan = build_plan(base, probe_batch(base), "padded", False)
     request = Request(plan.targets, plan.index, plan.positions)
     try:
         with quiet(model, base) as precision:
-            logits = _call(model, base, plan, padded, None).logits
+            logits = _call(model, base, plan, None).logits
             plain = _plain(logits, request).logps
-            first = _call(model, base, plan, padded, request).logits
+            first = _call(model, base, plan, request).logits
             if not isinstance(first, Answer):
                 raise HeadError("the LM head was not called as a module")
             post = read_steps(first.steps)
-            fused = _checked(_call(model, base, plan, padded, replace(request, post=post)).logits, post).logps
+            fused = _checked(_call(model, base, plan, replace(request, post=post)).logits, post).logps
             largest = float(logits.abs().max())
     except Exception as error:  # whatever is raised means that the model's own logits must be used
         return _Head(False, reason=f"the fused head failed: {str(error).splitlines()[0] if str(error) else error!r}")

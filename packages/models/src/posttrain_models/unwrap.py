@@ -50,6 +50,12 @@ def text_config(base: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def output_head(base: Any) -> nn.Module | None:
+    """The layer that turns hidden states into logits, or into the scores of a sequence classifier."""
+    head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    return getattr(base, "score", None) if head is None else head
+
+
 @dataclass
 class State:
     """What is known about one model; kept on the unwrapped model, so that every wrapper sees it."""
@@ -92,7 +98,7 @@ def quiet(model: nn.Module, base: Any) -> Iterator[Precision]:
             dtypes.append(torch.get_autocast_dtype(kind))
         seen.eps = max(seen.eps, *(torch.finfo(dtype).eps for dtype in dtypes))
 
-    hook = base.get_output_embeddings().register_forward_pre_hook(look)
+    hook = output_head(base).register_forward_pre_hook(look)
     model.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
