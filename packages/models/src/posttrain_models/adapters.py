@@ -21,7 +21,8 @@ def apply_lora(model: nn.Module, options: Any, *, gradient_checkpointing: bool =
 
     Args:
         model: A `PreTrainedModel`, quantised or not.
-        options: `LoraOptions`, or a configuration of peft.
+        options: `LoraOptions`, or a configuration of peft. The head of a sequence classifier, as reward models are,
+            trains in full beside an adapter of `LoraOptions`, whose task is SEQ_CLS then.
         gradient_checkpointing: Whether training will checkpoint activations: the input embeddings' output then requires
             a gradient, without which frozen first layers would cut the graph.
 
@@ -69,6 +70,10 @@ def apply_lora(model: nn.Module, options: Any, *, gradient_checkpointing: bool =
 
 def _lora_config(peft: Any, model: nn.Module, options: LoraOptions) -> Any:
     saved = list(options.lora_modules_to_save) if options.lora_modules_to_save else None
+    task = options.lora_task_type
+    if _classifies(model):  # its head is new or specific to the task, so that it trains in full and is saved
+        saved = [*(saved or []), *({"score"} - set(saved or []))]
+        task = "SEQ_CLS" if task == LoraOptions.lora_task_type else task
     try:
         return peft.LoraConfig(
             r=options.lora_r,
@@ -77,15 +82,21 @@ def _lora_config(peft: Any, model: nn.Module, options: LoraOptions) -> Any:
             target_modules=_targets(peft, model, options),
             target_parameters=options.lora_target_parameters,
             modules_to_save=saved,
-            task_type=options.lora_task_type,
+            task_type=task,
             use_rslora=options.use_rslora,
             use_dora=options.use_dora,
             bias="none",
             # Embeddings and head that are one tensor stay one when either is trained in full.
-            ensure_weight_tying=bool(saved) and bool(getattr(model.config, "tie_word_embeddings", False)),
+            ensure_weight_tying=bool(options.lora_modules_to_save)
+            and bool(getattr(model.config, "tie_word_embeddings", False)),
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"the LoRA options are not valid: {error}") from error
+
+
+def _classifies(model: nn.Module) -> bool:
+    """Whether the model is a sequence classifier, as reward models are."""
+    return model.get_output_embeddings() is None and isinstance(getattr(model, "score", None), nn.Module)
 
 
 def _targets(peft: Any, model: nn.Module, options: LoraOptions) -> Any:

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,18 @@ def load_model(
         >>> type(model).__name__
         'LlamaForCausalLM'
     """
+    return load_with(_load_base, model, options, model_init_kwargs, quantization_config, device)
+
+
+def load_with(
+    load_base: Callable[[str, dict[str, Any], bool], PreTrainedModel],
+    model: str | os.PathLike[str] | nn.Module,
+    options: LoadOptions | None,
+    model_init_kwargs: dict[str, Any] | str | None,
+    quantization_config: Any,
+    device: str | torch.device | None,
+) -> Any:
+    """What `load_model` does, with another way from a name to a model without adapter."""
     extra = _init_kwargs(model_init_kwargs)
     if isinstance(model, nn.Module):
         if extra or quantization_config is not None:
@@ -74,10 +86,10 @@ def load_model(
     adapter = adapter_config(name)
     arguments = _arguments(options, extra, quantization_config, device)
     if adapter is None:
-        return _load_base(name, arguments, "dtype" in extra)
+        return load_base(name, arguments, "dtype" in extra)
     base_name = base_of(name, adapter)
     try:
-        base = _load_base(base_name, arguments, "dtype" in extra)
+        base = load_base(base_name, arguments, "dtype" in extra)
     except ValueError as error:
         raise ValueError(f"{name} is an adapter of {base_name}: {error}") from error
     return _continue_adapter(base, name)
@@ -204,20 +216,46 @@ def base_of(name: str, adapter: dict[str, Any]) -> str:
 
 
 def _load_base(name: str, arguments: dict[str, Any], dtype_chosen: bool) -> PreTrainedModel:
+    config = read_config(name, arguments)
+    model, info = read_weights(model_class(config), name, arguments)
+    complain_missing(name, model, info["missing_keys"])
+    return ready(model, arguments, dtype_chosen)
+
+
+def read_config(name: str, arguments: dict[str, Any]) -> Any:
+    """The configuration of a model; `config` among the arguments wins."""
     if looks_like_folder(name):
         adapter_config(name)
         if not Path(name, "config.json").is_file():
             raise ValueError(f"model folder {name} has no config.json, so it is not a saved model")
     chosen = {key: arguments[key] for key in ("revision", "trust_remote_code")}
     try:
-        # Not passed on: given a configuration, `from_pretrained` would not apply overrides of its fields.
-        config = arguments.get("config") or AutoConfig.from_pretrained(name, **chosen)
-        model, info = model_class(config).from_pretrained(name, output_loading_info=True, **arguments)
-    except Exception as error:  # safetensors, JSON and hub errors of many kinds, none of which names the folder
+        return arguments.get("config") or AutoConfig.from_pretrained(name, **chosen)
+    except Exception as error:  # JSON and hub errors of many kinds, none of which names the folder
         raise ValueError(f"model {name} cannot be loaded: {type(error).__name__}: {error}") from error
-    missing = sorted(info["missing_keys"])
+
+
+def read_weights(loader: Any, name: str, arguments: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model by its class, and what transformers says about its weights.
+
+    The configuration that was read is not passed on: given one, `from_pretrained` would not apply overrides of its
+    fields.
+    """
+    try:
+        return loader.from_pretrained(name, output_loading_info=True, **arguments)
+    except Exception as error:  # as above, and of safetensors
+        raise ValueError(f"model {name} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def complain_missing(name: str, model: nn.Module, missing: Iterable[str]) -> None:
+    """Refuse a checkpoint that lacks weights."""
+    missing = sorted(missing)
     if missing:
         raise ValueError(f"model {name} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}")
+
+
+def ready(model: PreTrainedModel, arguments: dict[str, Any], dtype_chosen: bool) -> PreTrainedModel:
+    """A loaded model for training, with a line about its memory."""
     freeze_towers(model)
     if arguments["dtype"] == torch.float32 and not dtype_chosen:
         _say_memory(model)
@@ -237,7 +275,8 @@ def freeze_towers(model: PreTrainedModel) -> None:
     """Freeze what a multimodal checkpoint has besides its language model: text alone never reaches it."""
     if model.config.get_text_config() is model.config:
         return
-    kept = {id(p) for part in (model.get_decoder(), model.get_output_embeddings()) for p in part.parameters()}
+    parts = [model.get_decoder(), model.get_output_embeddings(), getattr(model, "score", None)]
+    kept = {id(p) for part in parts if part is not None for p in part.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in kept:
             parameter.requires_grad_(False)
@@ -384,6 +423,12 @@ def fit_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: Seque
     if needed > base.get_input_embeddings().weight.shape[0]:
         base.resize_token_embeddings(needed, pad_to_multiple_of=64)
     eos = tokenizer.eos_token_id
+    if eos is not None and eos == tokenizer.pad_token_id and base.get_output_embeddings() is None:
+        logger.warning(
+            "%s both ends and pads: transformers' own pooling of this reward model takes trailing padding tokens away "
+            "and scores texts that end with it one token early; a padding token of its own avoids that",
+            tokenizer.pad_token,
+        )
     ends = [*ends, *([] if eos is None else [eos])]
     for config in {id(part): part for part in (base.config, base.config.get_text_config())}.values():
         config.pad_token_id = tokenizer.pad_token_id

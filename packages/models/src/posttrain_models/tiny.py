@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 _COMMON = {
     "hidden_size": 32,
@@ -74,14 +74,52 @@ def tiny_model(
         >>> tiny_model("qwen3", vocab_size=50).get_output_embeddings().weight.shape
         torch.Size([50, 32])
     """
-    if architecture not in _TINY:
-        raise ValueError(f"architecture={architecture!r} is not one of {', '.join(_TINY)}")
-    model_type, settings = _TINY[architecture]
+    return _build(AutoModelForCausalLM, _TINY, architecture, vocab_size, seed, overrides)
+
+
+def tiny_reward_model(
+    architecture: str = "llama", vocab_size: int = 128, *, seed: int = 0, **overrides: Any
+) -> PreTrainedModel:
+    """A random reward model: as `tiny_model`, a sequence classifier with one label; token 0 pads.
+
+    Args:
+        architecture: As for `tiny_model`, but for cohere and granite, which have no classifier.
+        vocab_size: Number of tokens.
+        seed: Of the weights; the global random state is left as it was.
+        **overrides: Fields of the architecture's configuration.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ValueError: For an architecture that is not in the list.
+
+    Example:
+        >>> from posttrain_models.tiny import tiny_reward_model
+        >>> tiny_reward_model("qwen3").score.weight.shape
+        torch.Size([1, 32])
+    """
+    known = {key: value for key, value in _TINY.items() if key not in ("cohere", "granite")}
+    overrides = {"num_labels": 1, "pad_token_id": 0, **overrides}
+    return _build(AutoModelForSequenceClassification, known, architecture, vocab_size, seed, overrides)
+
+
+def _build(
+    loader: Any,
+    known: Mapping[str, tuple[str, dict[str, Any]]],
+    architecture: str,
+    vocab_size: int,
+    seed: int,
+    overrides: dict[str, Any],
+) -> PreTrainedModel:
+    if architecture not in known:
+        raise ValueError(f"architecture={architecture!r} is not one of {', '.join(known)}")
+    model_type, settings = known[architecture]
     fields = {**_COMMON, "vocab_size": vocab_size, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     if model_type == "gpt2":
         fields = {key: fields[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
     config = AutoConfig.for_model(model_type, **{**fields, **settings, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = loader.from_config(config, dtype=torch.float32)
     return model.eval()
