@@ -4,7 +4,7 @@ import datasets
 import numpy as np
 import pytest
 from posttrain_trainer import Anchor, MapSource, StreamSource
-from posttrain_trainer.sources import EvaluationSource, deal, is_batch_source
+from posttrain_trainer.sources import EvaluationSource, completion_lengths, deal, is_batch_source, row_length
 
 SPLITS = [(32, 1, 1), (8, 4, 1), (4, 8, 1), (4, 4, 2), (16, 1, 2), (1, 8, 4), (8, 1, 4)]
 
@@ -203,3 +203,13 @@ def test_what_is_a_batch_source():
     assert not is_batch_source(stream(3, "dataset"))
     assert not is_batch_source(datasets.Dataset.from_dict({"a": [1]}))
     assert not is_batch_source([1, 2])
+
+
+def test_the_length_of_a_row():
+    pair = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6]}
+    judged = {"prompt_ids": None, "completion_ids": [4, 5], "label": True}
+    assert completion_lengths(pair) == (3, 2, 1) and completion_lengths(judged) == (0, 2)
+    assert completion_lengths({"chosen_ids": [4], "rejected_ids": []}) == (0, 1, 0)
+    assert row_length("length", pair) == 6 and row_length("length", judged) == 2
+    assert row_length("length", {**pair, "length": 9}) == 9
+    assert row_length("length", {"input_ids": [1, 2], "chosen_ids": [3]}) == 2

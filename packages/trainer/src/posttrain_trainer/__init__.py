@@ -7,7 +7,7 @@ What the trainer of an app does around it (arguments, tokenizer, model; a descri
 from posttrain_trainer.callbacks import BEMACallback
 from posttrain_trainer.config import TrainingConfig
 from posttrain_trainer.method import Anchor, Method
-from posttrain_trainer.plan import ShapePlan, resolve_shapes
+from posttrain_trainer.plan import ShapePlan, resolve_completion_shapes, resolve_shapes
 from posttrain_trainer.sources import MapSource, RunError, StreamSource
 from posttrain_trainer.trainer import Trainer
 
@@ -21,5 +21,6 @@ __all__ = [
     "StreamSource",
     "Trainer",
     "TrainingConfig",
+    "resolve_completion_shapes",
     "resolve_shapes",
 ]

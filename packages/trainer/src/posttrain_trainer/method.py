@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from posttrain_collators import CompletionBatch
 from posttrain_losses import Metric
 
 Number = float | torch.Tensor
@@ -50,7 +51,8 @@ class Method(Protocol):
       here, and reduced over ranks here.
     * `predict(model, batch) -> (logits, labels)`: what `compute_metrics` and `Trainer.predict` receive, row by row.
     * `tokens(batch) -> int`: tokens that are not padding, for `num_tokens`. Without it, a batch that has
-      `segment_ids` counts those above 0.
+      `segment_ids` counts those above 0, and a `CompletionBatch` its prompts once and all their completions, in every
+      layout alike; filler rows are not counted.
 
     Example:
         >>> import torch
@@ -104,6 +106,9 @@ def token_count(method: Any, batch: Any) -> Number | None:
     """Tokens of the batch that are not padding, or None when neither method nor batch says."""
     if hasattr(method, "tokens"):
         return method.tokens(batch)
+    if isinstance(batch, CompletionBatch):
+        there = batch.completion_mask.flatten(1)  # (P, G * Tc)
+        return (batch.prompt_mask & there.any(1, keepdim=True)).sum() + there.sum()
     segments = getattr(batch, "segment_ids", None)
     return None if segments is None else (segments > 0).sum()
 
@@ -129,7 +134,10 @@ def check_prepared(before: Sequence[Any], after: Any) -> list[Any]:
 
 
 def positions(batch: Any) -> int:
-    """Positions that the model computes: those of `input_ids`, or of every tensor of token ids."""
+    """Positions that the model computes: those of `input_ids`, or of every tensor of token ids.
+
+    Of a `CompletionBatch` each prompt counts once, whatever the layout, so runs in different layouts compare.
+    """
     if isinstance(batch, Anchor):
         return 0
     ids = getattr(batch, "input_ids", None)

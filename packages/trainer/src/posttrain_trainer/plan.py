@@ -2,12 +2,12 @@
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from posttrain_collators import Padding, plan_shapes
+from posttrain_collators import Padding, plan_completion_shapes, plan_shapes
 from posttrain_devices import DeviceSpec, device_spec, resolve_pad_multiple
 
 logger = logging.getLogger("posttrain")
@@ -19,13 +19,18 @@ class ShapePlan:
 
     Attributes:
         device: The kind of device it is for.
-        layout: `"padded"` or `"packed"`; what the model is to be set to.
+        layout: `"padded"`, `"packed"` or `"shared"` (a prompt is computed once for its completions); what the model is
+            to be set to.
         packing: Whether a row holds several sequences.
         multiple: Every width is a multiple of this; None for no rounding.
-        widths: The only widths that may occur, ascending; None for no limit.
-        batch_sizes: Rows that batches are filled up to, with rows of count 0; empty where they may vary.
+        widths: The only widths that may occur, ascending; None for no limit. Of a `CompletionBatch`, those of
+            completions, Tc.
+        batch_sizes: Rows (of a `CompletionBatch`: prompts, P) that batches are filled up to, with rows of count 0;
+            empty where they may vary.
         static: Whether the forward shapes are known before the first step (and are watched).
         reason: Why this layout, in one line.
+        num_completions: G, the completions of a prompt in a `CompletionBatch`; 0 for a `TokenBatch`.
+        prompt_widths: The only widths of prompts, Tp; every one may occur with every one of `widths`.
     """
 
     device: str
@@ -36,21 +41,28 @@ class ShapePlan:
     batch_sizes: tuple[int, ...]
     static: bool
     reason: str = ""
+    num_completions: int = 0
+    prompt_widths: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         rows = "packed rows" if self.packing else "rows"
+        unit, longest = "rows", "the width of the longest row"
+        if self.num_completions:
+            rows = f"prompts with {self.num_completions} completion{'s' * (self.num_completions > 1)}"
+            unit, longest = "prompts", "the widths of the longest prompt and completion"
         if self.widths:
-            widths = f"widths {', '.join(map(str, self.widths))}"
+            both = [found for found in (self.prompt_widths, self.widths) if found]
+            widths = "widths " + " + ".join(", ".join(map(str, found)) for found in both)
         elif self.multiple:
             widths = f"widths in multiples of {self.multiple}"
         else:
-            widths = "no padding computed" if self.layout == "packed" else "the width of the longest row"
-        size = f" x {' or '.join(map(str, self.batch_sizes))} rows" if self.batch_sizes else ""
+            widths = longest if self.layout == "padded" else "no padding computed"
+        size = f" x {' or '.join(map(str, self.batch_sizes))} {unit}" if self.batch_sizes else ""
         why = f" ({self.reason})" if self.reason else ""
         return f"shapes on {self.device}: {rows}, {self.layout} layout{why}, {widths}{size}"
 
     def padding(self, pad_id: int, side: str = "right") -> Padding:
-        """The padding rule for the collator.
+        """The padding rule for the collator, of completions where there are any.
 
         Args:
             pad_id: The token that fills rows up.
@@ -58,12 +70,30 @@ class ShapePlan:
         """
         return Padding(pad_id, side=side, multiple_of=self.multiple, widths=self.widths)
 
+    def prompt_padding(self, pad_id: int) -> Padding:
+        """The padding rule of prompts for a collator of completions.
+
+        Args:
+            pad_id: The token that fills prompts up, on the left.
+        """
+        return Padding(pad_id, side="left", multiple_of=self.multiple, widths=self.prompt_widths)
+
     @property
     def shapes(self) -> set[tuple[int, int]]:
-        """Every `(B, T)` that a forward may see; empty where there is no limit."""
+        """Every `(B, T)` that a forward may see; empty where there is no limit.
+
+        A `CompletionBatch` is run as `(P * G, Tp + Tc)`, or in the shared layout as `(P, Tp + G * Tc)`.
+        """
         if not self.static or not self.widths:
             return set()
-        return {(rows, width) for rows in self.batch_sizes for width in self.widths}
+        in_a_row = self.num_completions if self.layout == "shared" else 1
+        rows_each = self.num_completions // in_a_row if self.num_completions else 1
+        return {
+            (rows * rows_each, prompt + in_a_row * width)
+            for rows in self.batch_sizes
+            for prompt in self.prompt_widths or (0,)
+            for width in self.widths
+        }
 
 
 def resolve_shapes(
@@ -109,31 +139,133 @@ def resolve_shapes(
         >>> print(resolve_shapes(max_length=1000, batch_size=4, spec=device_spec("cpu"), layout="packed"))
         shapes on cpu: rows, packed layout, no padding computed
     """
+    rules = _rules(spec, layout, ("packed",), packing, padding_free, pad_to_multiple_of, max_shapes)
+    widths = None
+    if rules.planned:
+        widths = _widths(max_length, packing, rules.multiple or 1, rules.max_shapes, lengths, batch_size)
+    return rules.plan(widths, batch_size, packing=packing)
+
+
+def resolve_completion_shapes(
+    *,
+    max_length: int | None,
+    batch_size: int,
+    num_completions: int,
+    max_completion_length: int | None = None,
+    padding_free: bool = False,
+    pad_to_multiple_of: int | str | None = "auto",
+    max_shapes: int | None = None,
+    layout: Any = "padded",
+    spec: DeviceSpec | None = None,
+    lengths: Iterable[Sequence[int]] | None = None,
+) -> ShapePlan:
+    """Resolves every option that decides the shapes of batches of prompts with completions into one plan.
+
+    As `resolve_shapes`, for a `CompletionBatch`: prompts have one width and completions another. `max_shapes` limits
+    how many pairs of the two there are, and picks those that waste least for the given lengths.
+
+    Args:
+        max_length: The longest prompt; None if prompts are not cut.
+        batch_size: Prompts of a micro-batch, P.
+        num_completions: Completions of a prompt, G.
+        max_completion_length: The longest completion; None for `max_length`.
+        padding_free: Whether no padding may be computed.
+        pad_to_multiple_of: A number, "auto" (by device), None or "none" (no planning).
+        max_shapes: The most pairs of widths; None is the device's own default.
+        layout: What `posttrain_models.choose_layout` returned, or its name. The plan's own `layout` is what the model
+            is to be set to: it is "padded" where shapes were limited on a device that does not compile for each.
+        spec: The device; None is the one here.
+        lengths: For each row the length of its prompt, followed by those of its completions; without, widths divide
+            the longest lengths evenly.
+
+    Raises:
+        ValueError: For options that contradict each other or the device, naming both and what to write instead.
+
+    Example:
+        >>> from posttrain_devices import device_spec
+        >>> lengths = [(100, 40, 50)] * 50 + [(900, 30, 90)]
+        >>> settings = dict(max_length=1024, batch_size=4, num_completions=2, lengths=lengths)
+        >>> plan = resolve_completion_shapes(**settings, layout="shared", spec=device_spec("neuron"))
+        >>> print(plan)
+        shapes on neuron: prompts with 2 completions, shared layout, widths 128, 1024 + 128 x 4 prompts
+        >>> sorted(plan.shapes)
+        [(4, 384), (4, 1280)]
+    """
+    rules = _rules(spec, layout, ("packed", "shared"), False, padding_free, pad_to_multiple_of, max_shapes)
+    if num_completions < 1:
+        raise ValueError(f"num_completions={num_completions}: write how many completions a prompt has, at least 1")
+    both: tuple[Any, Any] = (None, None)
+    if rules.planned and rules.max_shapes is not None:
+        limits = max_length, max_completion_length or max_length
+        pairs = _lengths(lengths, limits, num_completions, rules.max_shapes)
+        size = 1 if lengths is None else batch_size  # without rows, divide evenly
+        prompts, found = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        both = plan_completion_shapes(
+            prompts, found, rules.max_shapes, multiple_of=rules.multiple or 1, batch_size=size
+        )
+    return rules.plan(both[1], batch_size, num_completions=num_completions, prompt_widths=both[0])
+
+
+class _Rules(NamedTuple):
+    """What the options say of any kind of batch, checked."""
+
+    spec: DeviceSpec
+    layout: str
+    reason: str
+    multiple: int | None
+    max_shapes: int | None
+    planned: bool
+
+    def plan(
+        self, widths: tuple[int, ...] | None, batch_size: int, packing: bool = False, **completions: Any
+    ) -> ShapePlan:
+        static = self.spec.static_shapes and widths is not None
+        sizes = (batch_size,) if static else ()
+        return ShapePlan(
+            self.spec.name, self.layout, packing, self.multiple, widths, sizes, static, self.reason, **completions
+        )
+
+
+def _rules(
+    spec: DeviceSpec | None,
+    layout: Any,
+    free: tuple[str, ...],
+    packing: bool,
+    padding_free: bool,
+    pad_to_multiple_of: int | str | None,
+    max_shapes: int | None,
+) -> _Rules:
+    """The part of the resolution that all kinds of batches have in common; `free` layouts compute no padding."""
     spec = spec or device_spec()
     name, reason = getattr(layout, "name", layout), getattr(layout, "reason", "")
+    if name not in ("padded", *free):
+        known = " or ".join(repr(layout) for layout in ("padded", *free))
+        raise ValueError(f"layout={name!r}: write {known}")
     multiple = resolve_pad_multiple(pad_to_multiple_of, spec)
     planning = multiple is not None or pad_to_multiple_of == "auto"
-    _check(spec, name, reason, packing, padding_free, planning, max_shapes)
-    if max_shapes is not None and name == "packed":
+    _check(spec, name, reason, free, packing, padding_free, planning, max_shapes)
+    if max_shapes is not None and name in free and not spec.static_shapes:
         name, reason = "padded", f"max_shapes={max_shapes}"
-    widths = None
-    if spec.static_shapes and not planning:
+    planned = planning or not spec.static_shapes
+    if not planned:
         logger.warning(
             "pad_to_multiple_of=None: shapes are not planned, and on %s each new one costs a compilation; "
             "write 'auto' to plan them",
             spec.name,
         )
-    else:
-        widths = _widths(max_length, packing, multiple or 1, max_shapes or spec.max_shapes, lengths, batch_size)
-    static = spec.static_shapes and widths is not None
-    return ShapePlan(spec.name, name, packing, multiple, widths, (batch_size,) if static else (), static, reason)
+    return _Rules(spec, name, reason, multiple, max_shapes or spec.max_shapes, planned)
 
 
 def _check(
-    spec: DeviceSpec, name: str, reason: str, packing: bool, padding_free: bool, planning: bool, max_shapes: int | None
+    spec: DeviceSpec,
+    name: str,
+    reason: str,
+    free: tuple[str, ...],
+    packing: bool,
+    padding_free: bool,
+    planning: bool,
+    max_shapes: int | None,
 ) -> None:
-    if name not in ("padded", "packed"):
-        raise ValueError(f"layout={name!r}: write 'padded' or 'packed'")
     because = f" ({reason})" if reason else ""
     if packing and name != "packed" and not spec.static_shapes:
         raise ValueError(
@@ -143,11 +275,13 @@ def _check(
     if padding_free and spec.static_shapes:
         raise ValueError(
             f"padding_free=True makes shapes follow the data, and {spec.name} compiles each shape: write "
-            "padding_free=False (packing=True wastes little padding too)"
+            f"padding_free=False{'' if 'shared' in free else ' (packing=True wastes little padding too)'}"
         )
-    if padding_free and name != "packed":
-        raise ValueError(f"padding_free=True needs the 'packed' layout, this model runs 'padded'{because}: "
-                         "write padding_free=False")  # fmt: skip
+    if padding_free and name == "padded":
+        needed = " or ".join(repr(layout) for layout in free)
+        raise ValueError(
+            f"padding_free=True needs the {needed} layout, this model runs 'padded'{because}: write padding_free=False"
+        )
     if max_shapes is not None and max_shapes < 1:
         raise ValueError(f"max_shapes={max_shapes}: write a number of at least 1, or leave it out")
     if max_shapes is not None and not planning:
@@ -188,6 +322,34 @@ def _widths(
     return tuple(
         sorted({_up(math.ceil(max_length * part / max_shapes), multiple) for part in range(1, max_shapes + 1)})
     )
+
+
+def _lengths(
+    lengths: Iterable[Sequence[int]] | None,
+    limits: tuple[int | None, int | None],
+    num_completions: int,
+    max_shapes: int,
+) -> list[tuple[int, list[int]]]:
+    """For each row the length of its prompt and those of its completions; without rows, lengths up to the limits."""
+    longest, longest_completion = limits
+    if lengths is not None:
+        return [
+            (
+                min(prompt, longest) if longest else prompt,
+                [min(length, longest_completion) if longest_completion else length for length in found],
+            )
+            for prompt, *found in lengths
+        ]
+    if longest is None or longest_completion is None:
+        raise ValueError(
+            f"max_shapes={max_shapes}: widths cannot be planned without max_length or the lengths of the rows; "
+            "set max_length"
+        )
+    parts = 64  # enough for the few widths that a plan has
+    return [
+        (math.ceil(longest * part / parts), [math.ceil(longest_completion * part / parts)] * num_completions)
+        for part in range(1, parts + 1)
+    ]
 
 
 def _up(length: int, multiple: int) -> int:

@@ -87,9 +87,26 @@ def _check_order(state: dict[str, Any], mine: dict[str, Any]) -> None:
             )
 
 
+COMPLETIONS = ("chosen_ids", "rejected_ids", "completion_ids")
+
+
+def completion_lengths(row: Any) -> tuple[int, ...]:
+    """Tokens of the prompt of a row, and of each of its completions: an entry of the `lengths` of a shape plan.
+
+    Args:
+        row: `prompt_ids` (optional), and `chosen_ids` and `rejected_ids`, or `completion_ids`.
+    """
+    prompt = row["prompt_ids"] if "prompt_ids" in row else None
+    return (len(prompt or ()), *(len(row[name]) for name in COMPLETIONS if name in row))
+
+
 def row_length(column: str, row: Any) -> int:
-    """Tokens of a row: what the column says, or the length of its `input_ids`."""
-    return int(row[column]) if column in row else len(row["input_ids"])
+    """Tokens of a row: what the column says, or of its `input_ids`, or of its prompt and completions together."""
+    if column in row:
+        return int(row[column])
+    if "input_ids" not in row and any(name in row for name in COMPLETIONS):
+        return sum(completion_lengths(row))
+    return len(row["input_ids"])
 
 
 def _collated(collate: Collate, rows: list[Any], spare: Any, size: int | None) -> Any:
