@@ -76,7 +76,7 @@ def parse_row(
     if "input_ids" in given:
         return _tokens(given)
     if "chosen" in given:
-        return _chosen(given, extra_roles)
+        return parse_side(given, "chosen", extra_roles)
     if "messages" in given:
         return _chat(given, _messages(given["messages"], "messages", extra_roles), extra_roles)
     if "conversations" in given:
@@ -88,7 +88,7 @@ def parse_row(
     if text_field in given:
         text = given[text_field]
         if not isinstance(text, str):
-            raise DataError(f"column {text_field!r} holds {_kind(text)}: write a string.")
+            raise DataError(f"column {text_field!r} holds {describe(text)}: write a string.")
         return Text(None, text)
     raise DataError(_unknown_format(row, text_field))
 
@@ -114,7 +114,8 @@ def _unknown_format(row: Mapping[str, Any], text_field: str) -> str:
     )
 
 
-def _kind(value: Any) -> str:
+def describe(value: Any) -> str:
+    """A value and its type, for messages."""
     return f"{value!r:.60} ({type(value).__name__})"
 
 
@@ -139,7 +140,7 @@ def _chat(
         prompt_length = None if prompt_length is None else prompt_length + 1
     kwargs = _maybe_json(row.get("chat_template_kwargs") or {}, "chat_template_kwargs", "a dict")
     if not isinstance(kwargs, Mapping):
-        raise DataError(f"column 'chat_template_kwargs' holds {_kind(kwargs)}: write a dict.")
+        raise DataError(f"column 'chat_template_kwargs' holds {describe(kwargs)}: write a dict.")
     return Chat(messages, parse_tools(row.get("tools")), strip_none(kwargs), prompt_length)
 
 
@@ -151,12 +152,12 @@ def parse_tools(tools: Any) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     if not isinstance(tools, list | tuple):
-        raise DataError(f"column 'tools' holds {_kind(tools)}: write a list of JSON schemas.")
+        raise DataError(f"column 'tools' holds {describe(tools)}: write a list of JSON schemas.")
     parsed = []
     for number, tool in enumerate(tools):
         tool = _maybe_json(tool, "tools", "a list of JSON schemas")
         if not isinstance(tool, Mapping):
-            raise DataError(f"tools[{number}] is {_kind(tool)}: write a JSON schema (a dict).")
+            raise DataError(f"tools[{number}] is {describe(tool)}: write a JSON schema (a dict).")
         bare = "function" not in tool and "name" in tool
         parsed.append({"type": "function", "function": dict(tool)} if bare else dict(tool))
     return parsed
@@ -172,7 +173,7 @@ def _messages(value: Any, column: str, extra_roles: frozenset[str]) -> list[Mess
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, Sequence):
-        raise DataError(f"column {column!r} holds {_kind(value)}: write a list of messages (dicts).")
+        raise DataError(f"column {column!r} holds {describe(value)}: write a list of messages (dicts).")
     if not value:
         raise DataError(f"column {column!r} is an empty list: write at least one message.")
     return [_message(message, f"{column}[{number}]", extra_roles) for number, message in enumerate(value)]
@@ -180,7 +181,7 @@ def _messages(value: Any, column: str, extra_roles: frozenset[str]) -> list[Mess
 
 def _message(message: Any, where: str, extra_roles: frozenset[str]) -> Message:
     if not isinstance(message, Mapping):
-        raise DataError(f"{where} is {_kind(message)}: write a dict with 'role' and 'content'.")
+        raise DataError(f"{where} is {describe(message)}: write a dict with 'role' and 'content'.")
     message = {key: value for key, value in message.items() if value is not None}
     key, wanted = "role", KNOWN_ROLES
     if "role" not in message and "from" in message:
@@ -192,7 +193,7 @@ def _message(message: Any, where: str, extra_roles: frozenset[str]) -> Message:
         raise DataError(f"{where} has no 'role' (keys: {names(message)}){_typo(message, 'role', 'from')}.")
     role = message["role"]
     if not isinstance(role, str):
-        raise DataError(f"{where}['role'] is {_kind(role)}: write a string such as 'user'.")
+        raise DataError(f"{where}['role'] is {describe(role)}: write a string such as 'user'.")
     if role == "function_call":
         return _function_call(message, where)
     message["role"] = ROLES.get(role, role)
@@ -204,7 +205,7 @@ def _message(message: Any, where: str, extra_roles: frozenset[str]) -> Message:
     if message.get("tool_calls"):
         calls = _maybe_json(message["tool_calls"], f"{where}['tool_calls']", "a list of calls")
         if not isinstance(calls, list | tuple):
-            raise DataError(f"{where}['tool_calls'] is {_kind(calls)}: write a list of calls.")
+            raise DataError(f"{where}['tool_calls'] is {describe(calls)}: write a list of calls.")
         message["tool_calls"] = [_tool_call(call, f"{where}['tool_calls'][{n}]") for n, call in enumerate(calls)]
     else:
         message.pop("tool_calls", None)
@@ -231,11 +232,11 @@ def _check_content(message: Message, where: str) -> None:
     if isinstance(content, str):
         return
     if not isinstance(content, list | tuple):
-        raise DataError(f"{where}['content'] is {_kind(content)}: write a string, or a list of text parts.")
+        raise DataError(f"{where}['content'] is {describe(content)}: write a string, or a list of text parts.")
     for part in content:
         if not (isinstance(part, Mapping) and isinstance(part.get("text"), str)):
             raise DataError(
-                f"{where}['content'] holds {_kind(part)}: write parts of the form "
+                f"{where}['content'] holds {describe(part)}: write parts of the form "
                 "{'type': 'text', 'text': ...}; images, audio and video are not supported."
             )
     message["content"] = [{"type": "text", "text": part["text"]} for part in content]
@@ -261,7 +262,7 @@ def _function_call(message: Message, where: str) -> Message:
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     wanted = 'write {"type": "function", "function": {"name": ..., "arguments": {...}}}'
     if not isinstance(call, Mapping):
-        raise DataError(f"{where} is {_kind(call)}: {wanted}.")
+        raise DataError(f"{where} is {describe(call)}: {wanted}.")
     outer = {key: value for key, value in call.items() if value is not None}
     function = outer.pop("function", None)
     if function is None:
@@ -277,7 +278,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
             raise DataError(f"{where}: arguments are a string that is not JSON ({error}): write an object.") from None
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping):
-        raise DataError(f"{where}: arguments are {_kind(arguments)}: write a dict, or a JSON object as a string.")
+        raise DataError(f"{where}: arguments are {describe(arguments)}: write a dict, or a JSON object as a string.")
     function["arguments"] = dict(arguments)
     return {**outer, "type": "function", "function": function}
 
@@ -297,26 +298,38 @@ def _pair(row: Mapping[str, Any], roles: frozenset[str]) -> Text | Chat:
 def _join(row: Mapping[str, Any], prompt: Any, completion: Any, column: str, roles: frozenset[str]) -> Text | Chat:
     if isinstance(prompt, str) and isinstance(completion, str):
         return Text(prompt, prompt + completion)
-    if isinstance(prompt, str) or isinstance(completion, str):
+    after = [] if isinstance(completion, str) else _messages(completion, column, roles)
+    if isinstance(prompt, str):
+        asked = [n for n, message in enumerate(after[:-1]) if _is_user(message, prompt)]
+        if asked:  # the whole conversation, which shows the prompt itself
+            return _chat(row, after, roles, asked[-1] + 1)
+    if isinstance(prompt, str) or not after:
         raise DataError(
-            f"columns 'prompt' and {column!r} hold {_kind(prompt)} and {_kind(completion)}: "
+            f"columns 'prompt' and {column!r} hold {describe(prompt)} and {describe(completion)}: "
             "write two strings or two lists of messages."
         )
-    messages = _messages(prompt, "prompt", roles)
-    return _chat(row, messages + _messages(completion, column, roles), roles, len(messages))
+    before = _messages(prompt, "prompt", roles)
+    if len(after) > len(before) and after[: len(before)] == before:
+        after = after[len(before) :]
+    return _chat(row, before + after, roles, len(before))
 
 
-def _chosen(row: Mapping[str, Any], roles: frozenset[str]) -> Text | Chat:
-    """The chosen side of a preference row; without a prompt column it is the whole conversation."""
+def _is_user(message: Message, text: str) -> bool:
+    content = message.get("content")
+    return message["role"] == "user" and isinstance(content, str) and content.strip() == text.strip()
+
+
+def parse_side(row: Mapping[str, Any], column: str, roles: frozenset[str]) -> Text | Chat:
+    """One side of a preference row; without a prompt column it is the whole conversation or text."""
     prompt = next((row[key] for key in ("prompt", "conversations", "messages") if key in row), None)
-    chosen = row["chosen"]
+    side = row[column]
     if prompt is not None:
-        return _join(row, prompt, chosen, "chosen", roles)
-    if isinstance(chosen, str):
+        return _join(row, prompt, side, column, roles)
+    if isinstance(side, str):
         if isinstance(row.get("instruction"), str):
-            return _alpaca({**row, "output": chosen}, roles)
-        return Text(None, chosen)
-    return _chat(row, _messages(chosen, "chosen", roles), roles)
+            return _alpaca({**row, "output": side}, roles)
+        return Text(None, side)
+    return _chat(row, _messages(side, column, roles), roles)
 
 
 def _alpaca(row: Mapping[str, Any], roles: frozenset[str]) -> Chat:
@@ -327,11 +340,11 @@ def _alpaca(row: Mapping[str, Any], roles: frozenset[str]) -> Chat:
         raise DataError(f"column 'output' is missing beside 'instruction'{hint}: its columns are {names(row)}.")
     for column in ("instruction", "input", "output"):
         if column in row and not isinstance(row[column], str):
-            raise DataError(f"column {column!r} holds {_kind(row[column])}: write a string.")
+            raise DataError(f"column {column!r} holds {describe(row[column])}: write a string.")
     turns: list[Message] = []
     for pair in row.get("history") or []:
         if not (isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(side, str) for side in pair)):
-            raise DataError(f"column 'history' holds {_kind(pair)}: write pairs of strings [instruction, output].")
+            raise DataError(f"column 'history' holds {describe(pair)}: write pairs of strings [instruction, output].")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     user = row["instruction"] + ("\n" + row["input"] if row.get("input") else "")
     turns += [{"role": "user", "content": user}, {"role": "assistant", "content": row["output"]}]
@@ -342,14 +355,12 @@ def _alpaca(row: Mapping[str, Any], roles: frozenset[str]) -> Chat:
 
 
 def _tokens(row: Mapping[str, Any]) -> Tokens:
-    ids = _list(row["input_ids"])
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
-        raise DataError("column 'input_ids' holds something that is no token id: write a list of integers from 0 up.")
+    ids = parse_ids(row, "input_ids")
     mask = [True] * len(ids)
     for column in ("labels", "completion_mask", "assistant_masks", "loss_mask"):
         if column not in row:
             continue
-        values = _list(row[column])
+        values = parse_list(row[column])
         if len(values) != len(ids):
             raise DataError(
                 f"column {column!r} has {len(values)} entries, 'input_ids' has {len(ids)}: make them equal."
@@ -365,15 +376,24 @@ def _tokens(row: Mapping[str, Any]) -> Tokens:
         mask = [kept and bool(value) for kept, value in zip(mask, values, strict=True)]
     lengths = row.get("seq_lengths")
     if lengths is not None:
-        lengths = _list(lengths)
+        lengths = parse_list(lengths)
         if sum(lengths) != len(ids):
             raise DataError(f"column 'seq_lengths' sums to {sum(lengths)}, 'input_ids' has {len(ids)} entries.")
     return Tokens(ids, mask, lengths)
 
 
-def _list(value: Any) -> list[Any]:
+def parse_ids(row: Mapping[str, Any], column: str) -> list[int]:
+    """A column of token ids."""
+    ids = parse_list(row[column])
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise DataError(f"column {column!r} holds something that is no token id: write a list of integers from 0 up.")
+    return ids
+
+
+def parse_list(value: Any) -> list[Any]:
+    """A list, tuple or array as a list."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list | tuple):
-        raise DataError(f"a token column holds {_kind(value)}: write a list.")
+        raise DataError(f"a token column holds {describe(value)}: write a list.")
     return list(value)

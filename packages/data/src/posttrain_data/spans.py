@@ -19,6 +19,14 @@ from posttrain_data.formats import REASONING, Message
 from posttrain_data.rendering import PROBE, Renderer
 
 
+class TurnError(DataError):
+    """An assistant turn that is not to be found in its rendering: why, and what masks of turns may do instead."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"{reason} {advice}")
+        self.reason = reason
+
+
 class Span(NamedTuple):
     """Characters `[start, stop)` of one assistant turn; from `closing` on they are its end-of-turn tokens."""
 
@@ -54,13 +62,16 @@ class Conversation(NamedTuple):
         return messages
 
 
-def turn_spans(conversation: Conversation, wanted: Sequence[int]) -> list[Span]:
+def turn_spans(conversation: Conversation, wanted: Sequence[int], start: int | None = None) -> list[Span]:
     """The spans of the assistant messages `wanted`, narrowed by the template's own generation markers if it has any.
+
+    Where the first of them starts need not be found when it is given as `start`.
 
     Raises:
         DataError: When a turn cannot be found in the rendering, because the template rewrites or hides part of it.
     """
-    starts = [_start(conversation, index) for index in wanted]
+    known = [] if start is None else [start]
+    starts = known + [_start(conversation, index) for index in wanted[len(known) :]]
     ending = _ending(conversation, starts[-1]) if wanted and wanted[-1] == len(conversation.messages) - 1 else ""
     spans = []
     for index, start in zip(wanted, starts, strict=True):
@@ -107,9 +118,10 @@ def _start(conversation: Conversation, index: int) -> int:
             theirs = conversation.after_probe(messages, prompt=True)
             if theirs is not None:
                 return len(text) - len(ours) + _shared(conversation.renderer, ours, theirs)
-    raise DataError(
+    raise TurnError(
         f"messages[{index}]: the start of this assistant turn cannot be found, because the chat template rewrites what "
-        "comes before it. Train on all tokens (assistant_only=False), or change the template."
+        "comes before it.",
+        "Train on all tokens (assistant_only=False), or change the template.",
     )
 
 
@@ -180,9 +192,10 @@ def _limit(conversation: Conversation, index: int, start: int) -> int:
             best = limit if best is None else max(best, limit)
     if best is not None:
         return best
-    raise DataError(
+    raise TurnError(
         f"messages[{index}]: the end of this assistant turn cannot be found in the rendered conversation, because the "
-        "chat template rewrites or hides it. Train on the last turn (train_on='last') or on all tokens."
+        "chat template rewrites or hides it.",
+        "Train on the last turn (train_on='last') or on all tokens.",
     )
 
 
@@ -271,10 +284,10 @@ def _content_end(conversation: Conversation, index: int, start: int, limit: int)
             found = _find_end(pattern, conversation.text[max(0, start - opening) : limit], piece)
             found = None if found is None else found - min(start, opening)
         if found is None:
-            raise DataError(
+            raise TurnError(
                 f"messages[{index}]: the chat template hides or rewrites {what} of this assistant turn "
-                f"({piece.strip()[:60]!r}), so what it would train is not what the row says. Train on the last turn "
-                "(train_on='last') or on all tokens, or remove that part from the row."
+                f"({piece.strip()[:60]!r}), so what it would train is not what the row says.",
+                "Train on the last turn (train_on='last') or on all tokens, or remove that part from the row.",
             )
         end = max(end, start + found)
     return end
