@@ -87,6 +87,33 @@ def test_weighted_sum_equals_the_full_logits(reweight, bias, options, entropy, t
     close(torch.autograd.grad(3 * total, leaves), torch.autograd.grad(3 * expected, leaves))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("options", [PLAIN, BENT])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_collision_entropy_equals_the_full_logits_and_changes_nothing_else(bias, options, entropy, tiled, request):
+    if tiled:
+        request.getfixturevalue("small_tiles")
+    leaves, targets, g, _ = inputs(37, 101, 16, bias)
+    shift = leaves[2] if bias else None
+    plain = token_scores(*leaves[:2], targets, bias=shift, entropy=entropy, **options)
+    scores = token_scores(*leaves[:2], targets, bias=shift, entropy=entropy, collision=True, **options)
+    every = torch.arange(101).repeat(37)
+    p = reference(leaves[0].repeat_interleave(101, 0), leaves[1], every, shift, **options)[0].exp().view(37, 101)
+    close([scores.collision], [-p.square().sum(1).log()])
+    assert plain.collision is None and not scores.collision.requires_grad
+    assert torch.equal(scores.logps, plain.logps) and torch.equal(scores.top1, plain.top1)
+    assert (scores.entropy is None) if not entropy else torch.equal(scores.entropy, plain.entropy)
+    close(*(torch.autograd.grad((x.logps * g).sum(), leaves) for x in (scores, plain)), tolerance=0)
+
+
+def test_collision_entropy_of_sure_and_of_even_distributions():
+    sure = token_scores(1000 * torch.eye(4), torch.eye(4), torch.arange(4), collision=True)
+    assert sure.collision.tolist() == [0.0] * 4
+    even = token_scores(torch.zeros(2, 4), torch.randn(50, 4), torch.arange(2), collision=True)
+    close([even.collision], [torch.full((2,), 50.0).log()])
+
+
 def test_tiles_do_not_change_the_result(monkeypatch):
     leaves, targets, weights, _ = inputs(13, 70, 16)
 
@@ -188,8 +215,8 @@ def test_only_wanted_gradients_are_computed(call, wanted):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_tokens_give_zero_and_zero_gradients(dtype):
     leaves, targets, weights, _ = inputs(0, 11, 4, True, dtype)
-    scores = token_scores(*leaves[:2], targets, bias=leaves[2], entropy=True)
-    assert [x.shape for x in scores] == [(0,)] * 3
+    scores = token_scores(*leaves[:2], targets, bias=leaves[2], entropy=True, collision=True)
+    assert [x.shape for x in scores] == [(0,)] * 4
     result = weighted_logp_sum(*leaves[:2], targets, weights, bias=leaves[2], entropy=True)
     assert result.total.item() == 0 and result.scores.entropy.shape == (0,)
     for out in (scores.logps.sum() + scores.entropy.sum(), result.total):

@@ -15,8 +15,8 @@ MB = 1_000_000
 
 
 def scores_loss(hidden, weight, bias, targets, weights):
-    scores = token_scores(hidden, weight, targets, bias=bias, softcap=5.0, entropy=True)
-    return (scores.logps * weights).sum() + scores.entropy.sum()
+    scores = token_scores(hidden, weight, targets, bias=bias, softcap=5.0, entropy=True, collision=True)
+    return (scores.logps * weights).sum() + scores.entropy.sum() - scores.collision.sum()
 
 
 def sum_loss(hidden, weight, bias, targets, weights):
@@ -108,7 +108,7 @@ class Peak(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("v, dtype", [(151_936, torch.float32), (151_936, torch.bfloat16), (32_000, torch.float32)])
-@pytest.mark.parametrize("call", ["scores", "scores with entropy", "sum"])
+@pytest.mark.parametrize("call", ["scores", "scores with entropy and collision", "sum"])
 def test_peak_is_a_twentieth_of_the_logits(v, dtype, call, monkeypatch):
     """Shapes of the bound, with fake tensors: their storages have sizes and no memory."""
     n, h = 8192, 1024
@@ -122,7 +122,7 @@ def test_peak_is_a_twentieth_of_the_logits(v, dtype, call, monkeypatch):
             if call == "sum":
                 loss = weighted_sum(hidden, weight, targets, weights).total
             else:
-                scores = token_scores(hidden, weight, targets, entropy="entropy" in call)
+                scores = token_scores(hidden, weight, targets, entropy="entropy" in call, collision="collision" in call)
                 loss = scores.logps.sum() + (scores.entropy.sum() if scores.entropy is not None else 0)
             loss.backward()
     gradients = (n + v) * h * dtype.itemsize

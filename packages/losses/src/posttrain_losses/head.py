@@ -18,6 +18,7 @@ class TokenScores(NamedTuple):
         logps: log-probability of the target, float32 (float64 for float64 inputs).
         entropy: entropy of the softmax, same dtype; None unless asked for.
         top1: bool, whether the target has the highest logit (a tie counts).
+        collision: collision entropy of the softmax, same dtype, no gradient; None unless asked for.
 
     Example:
         >>> import torch
@@ -29,6 +30,7 @@ class TokenScores(NamedTuple):
     logps: Tensor
     entropy: Tensor | None
     top1: Tensor
+    collision: Tensor | None = None
 
 
 class WeightedSum(NamedTuple):
@@ -59,6 +61,7 @@ def token_scores(
     scale: float = 1.0,
     temperature: float = 1.0,
     entropy: bool = False,
+    collision: bool = False,
 ) -> TokenScores:
     r"""Log-probability, entropy and top-1 of target tokens straight from hidden states.
 
@@ -85,6 +88,8 @@ def token_scores(
         scale: logit scale (Cohere's `logit_scale`).
         temperature: sampling temperature, > 0.
         entropy: whether to compute entropies, at a small cost.
+        collision: whether to compute collision entropies $-\log\sum_v p_v^2$, without gradient, at a small cost: what
+            `preference.wpo_weights` needs.
 
     Raises:
         ValueError: on shapes that do not fit, non-integer targets, or constants out of range.
@@ -101,8 +106,8 @@ def token_scores(
     """
     _check(hidden, weight, targets, bias, softcap, scale, temperature)
     how = _transform(hidden, weight, bias, softcap, scale, temperature)
-    scored = _TokenScores.apply(hidden, weight, bias, targets, how, entropy)
-    return TokenScores(*scored[:3])
+    scored = _TokenScores.apply(hidden, weight, bias, targets, how, entropy, collision)
+    return TokenScores(*scored[:3], scored[4])
 
 
 def weighted_logp_sum(
@@ -171,15 +176,15 @@ def weighted_logp_sum(
 
 class _TokenScores(torch.autograd.Function):
     @staticmethod
-    def forward(hidden, weight, bias, targets, how, entropy):
+    def forward(hidden, weight, bias, targets, how, entropy, collision):
         with no_autocast(hidden.device):
-            return tuple(score(hidden, weight, bias, targets, how, entropy))
+            return tuple(score(hidden, weight, bias, targets, how, entropy, collision))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        hidden, weight, bias, targets, ctx.how, _ = inputs
-        _, entropy, top1, lse = output
-        ctx.mark_non_differentiable(top1, lse)
+        hidden, weight, bias, targets, ctx.how, *_ = inputs
+        _, entropy, top1, lse, collision = output
+        ctx.mark_non_differentiable(top1, lse, *(() if collision is None else (collision,)))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, top1, lse)
 
@@ -187,13 +192,13 @@ class _TokenScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logps, grad_entropy, *_):
         if grad_logps is None and grad_entropy is None:
-            return (None,) * 6
+            return (None,) * 7
         hidden, weight, bias, targets, entropy, top1, lse = ctx.saved_tensors
         scores = Scores(lse, entropy, top1, lse)
         needs = ctx.needs_input_grad[:3]
         with no_autocast(hidden.device):
             grads = gradients(hidden, weight, bias, targets, scores, grad_logps, grad_entropy, needs, ctx.how)
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
 class _WeightedSum(torch.autograd.Function):

@@ -44,12 +44,16 @@ class Transform(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Per token `(N,)`: log-probability, entropy if asked, whether the target is the argmax, log of the normaliser."""
+    """Per token `(N,)`: log-probability, entropy if asked, whether the target is the argmax, log of the normaliser.
+
+    Last the collision entropy, if asked.
+    """
 
     logps: Tensor
     entropy: Tensor | None
     top1: Tensor
     lse: Tensor
+    collision: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -155,14 +159,20 @@ def exponentiate(block: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor |
 
 
 def score(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: Transform, entropy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    how: Transform,
+    entropy: bool,
+    collision: bool = False,
 ) -> Scores:
     """Scores of every token, in vocabulary tiles that are merged as they come."""
     n, v = hidden.shape[0], weight.shape[0]
     new = {"dtype": how.compute, "device": hidden.device}
     # A finite lowest value: -inf - -inf would be NaN in the first merge.
     top = torch.full((n,), torch.finfo(how.compute).min, **new)
-    total, energy = torch.zeros(n, **new), torch.zeros(n, **new)
+    total, energy, squares = (torch.zeros(n, **new) for _ in range(3))
     picked = torch.full((n,), float("nan"), **new)
     rows, columns = vocab_tile(n, v, how.compute.itemsize)
     hidden = hidden.to(how.operand)
@@ -177,9 +187,10 @@ def score(
                 to_logits(block, part_bias, how, curve=False)
                 column, inside = pick(block, targets[r0 + i : r0 + j], v0)
                 value = torch.where(inside, block.gather(1, column).squeeze(1), picked[r0 + i : r0 + j])
-                pieces.append((value, *exponentiate(block, entropy)))
+                sums = exponentiate(block, entropy)
+                pieces.append((value, *sums, block.square_().sum(1) if collision else None))
             del tile, block
-            value, high, mass, heat = concatenate(pieces)
+            value, high, mass, heat, square = concatenate(pieces)
             picked[r0:r1] = value
             old = top[r0:r1]
             peak = torch.maximum(old, high)
@@ -187,9 +198,11 @@ def score(
             if entropy:
                 before, here = energy[r0:r1] + (old - peak) * total[r0:r1], heat + (high - peak) * mass
                 energy[r0:r1] = keep * before + add * here
+            if collision:
+                squares[r0:r1] = keep * keep * squares[r0:r1] + add * add * square
             total[r0:r1] = keep * total[r0:r1] + add * mass
             top[r0:r1] = peak
-    return finish(picked, top, total, energy if entropy else None)
+    return finish(picked, top, total, energy if entropy else None, squares if collision else None)
 
 
 def tile_product(hidden: Tensor, part: Tensor, buffer: Tensor) -> Tensor:
@@ -391,12 +404,14 @@ def merge(parts: list[tuple]) -> tuple[Scores, Tensor]:
     return finish(picked, top, total, energy), total
 
 
-def finish(picked: Tensor, top: Tensor, total: Tensor, energy: Tensor | None) -> Scores:
-    """Scores from a target's logit and the row's max, sum of e = exp(x - max) and sum of e (x - max)."""
+def finish(picked: Tensor, top: Tensor, total: Tensor, energy: Tensor | None, squares: Tensor | None = None) -> Scores:
+    """Scores from a target's logit and the row's max, sums of e = exp(x - max), of e (x - max) and of e * e."""
     log_total = total.log()
     # picked - top is exactly 0 where the target is the argmax: a sure token's log-probability has no round-off.
     logps = (picked - top) - log_total
-    return Scores(logps, None if energy is None else log_total - energy / total, picked >= top, top + log_total)
+    entropy = None if energy is None else log_total - energy / total
+    collision = None if squares is None else 2 * log_total - squares.log()
+    return Scores(logps, entropy, picked >= top, top + log_total, collision)
 
 
 def concatenate(pieces: list[tuple]) -> tuple:

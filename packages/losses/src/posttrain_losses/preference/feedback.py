@@ -50,7 +50,7 @@ def kto_loss(
     gain = widen(ratios) - (kl.detach() if isinstance(kl, Tensor) else kl)
     # 1 - sigmoid(x) has no digits left at large x; sigmoid(-x) has.
     surprise = (beta * torch.where(labels, -gain, gain)).sigmoid()
-    return torch.where(labels, desirable_weight, undesirable_weight) * surprise
+    return torch.where(labels, desirable_weight * surprise, undesirable_weight * surprise)
 
 
 def apo_zero_unpaired(
