@@ -5,7 +5,16 @@ import copy
 import json
 
 import pytest
-from posttrain_data import DataError, SFTDataOptions, prepare_sft, render, terminators, tiny_tokenizer
+from posttrain_data import (
+    DataError,
+    SFTDataOptions,
+    prepare_feedback,
+    prepare_preferences,
+    prepare_sft,
+    render,
+    terminators,
+    tiny_tokenizer,
+)
 from posttrain_data.sft import SFTRows
 
 CHATML = (
@@ -219,6 +228,43 @@ def test_completion_only_and_last_agree(base, family):
     last = prepared(tokenizer, [{"messages": SAY}], train_on="last").dataset[0]
     pair = prepared(tokenizer, [{"prompt": SAY[:-1], "completion": SAY[-1:]}], assistant_only=False).dataset[0]
     assert pair == last
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pairs_split_where_a_sampler_starts_and_end_where_it_stops(base, family):
+    tokenizer = made(base, family)
+    rejected = {"role": "assistant", "content": "No"}
+    pair = {"prompt": SAY[:-1], "chosen": SAY[-1:], "rejected": [rejected]}
+    row = prepare_preferences([pair], tokenizer, cache_dir=False).dataset[0]
+    assert row["prompt_ids"] == render(tokenizer, SAY[:-1], add_generation_prompt=True)
+    for column, answer in (("chosen_ids", SAY[-1]), ("rejected_ids", rejected)):
+        sft = prepared(tokenizer, [{"messages": [*SAY[:-1], answer]}], train_on="last").dataset[0]
+        last = max(place for place, target in enumerate(sft["loss_mask"]) if target)
+        assert row["prompt_ids"] + row[column] == sft["input_ids"][: last + 1]
+        assert len(row[column]) == sum(sft["loss_mask"])
+    whole = {"chosen": SAY, "rejected": [*SAY[:-1], rejected]}
+    assert prepare_preferences([whole], tokenizer, cache_dir=False).dataset[0] == row
+    feedback = prepare_feedback([{"messages": SAY, "label": False}], tokenizer, cache_dir=False).dataset[0]
+    assert feedback == {"prompt_ids": row["prompt_ids"], "completion_ids": row["chosen_ids"], "label": False}
+
+
+def test_pairs_that_a_template_rewrites_are_refused_by_row(base):
+    """Thinking that the prompt opens and the conversation drops, and thinking of a turn that is not the last."""
+    good = {"prompt": SAY[:1], "chosen": SAY[3:], "rejected": SAY[1:2]}
+    template = CHATML.replace("m['content']", "m['content'].split('</think>')[-1]").replace(
+        "assistant\n' }}", "assistant\n<think>\n' }}"
+    )
+    with pytest.raises(DataError, match="(?s)^train: row 0: the prompt that a sampler gets is not what.*<think>"):
+        prepare_preferences([good], made(base, "", template), cache_dir=False)
+    thought = {"role": "assistant", "content": "It is", "reasoning_content": "Adding"}
+    pair = {"prompt": SAY[:1], "chosen": [thought, SAY[2], SAY[3]], "rejected": SAY[1:2]}
+    with pytest.raises(DataError, match=r"^train: row 1: messages\[1\]: the chat template hides or rewrites the 'reas"):
+        prepare_preferences([good, pair], made(base, "qwen3"), cache_dir=False)
+    earlier = {"prompt": [SAY[0], thought, SAY[2]], "chosen": [thought], "rejected": [SAY[3]]}
+    tokenizer = made(base, "qwen3")
+    row = prepare_preferences([earlier], tokenizer, cache_dir=False).dataset[0]
+    assert "Adding" not in tokenizer.decode(row["prompt_ids"])
+    assert tokenizer.decode(row["chosen_ids"]) == "<think>\nAdding\n</think>\n\nIt is" + IM
 
 
 @pytest.mark.parametrize("family", ["chatml", "llama3", "mistral", "gemma", "marked", "trim", "phi3"])

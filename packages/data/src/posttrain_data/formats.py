@@ -292,10 +292,14 @@ def _pair(row: Mapping[str, Any], roles: frozenset[str]) -> Text | Chat:
             close = next((key for key in row if key != other and nearest(key, [column])), None)
             hint = f" ({close!r} looks like it)" if close else ""
             raise DataError(f"column {column!r} is missing beside {other!r}{hint}: its columns are {names(row)}.")
-    return _join(row, row["prompt"], row["completion"], "completion", roles)
+    return _join(row, "prompt", "completion", roles)
 
 
-def _join(row: Mapping[str, Any], prompt: Any, completion: Any, column: str, roles: frozenset[str]) -> Text | Chat:
+def _join(row: Mapping[str, Any], ahead: str, column: str, roles: frozenset[str]) -> Text | Chat:
+    """What column `ahead` holds, followed by the completion in another column."""
+    prompt, completion = row[ahead], row[column]
+    if ahead != "prompt":
+        prompt = _maybe_json(prompt, ahead, "a list of messages")
     if isinstance(prompt, str) and isinstance(completion, str):
         return Text(prompt, prompt + completion)
     after = [] if isinstance(completion, str) else _messages(completion, column, roles)
@@ -305,10 +309,10 @@ def _join(row: Mapping[str, Any], prompt: Any, completion: Any, column: str, rol
             return _chat(row, after, roles, asked[-1] + 1)
     if isinstance(prompt, str) or not after:
         raise DataError(
-            f"columns 'prompt' and {column!r} hold {describe(prompt)} and {describe(completion)}: "
+            f"columns {ahead!r} and {column!r} hold {describe(prompt)} and {describe(completion)}: "
             "write two strings or two lists of messages."
         )
-    before = _messages(prompt, "prompt", roles)
+    before = _messages(prompt, ahead, roles)
     if len(after) > len(before) and after[: len(before)] == before:
         after = after[len(before) :]
     return _chat(row, before + after, roles, len(before))
@@ -321,10 +325,10 @@ def _is_user(message: Message, text: str) -> bool:
 
 def parse_side(row: Mapping[str, Any], column: str, roles: frozenset[str]) -> Text | Chat:
     """One side of a preference row; without a prompt column it is the whole conversation or text."""
-    prompt = next((row[key] for key in ("prompt", "conversations", "messages") if key in row), None)
+    ahead = next((key for key in ("prompt", "conversations", "messages") if key in row), None)
     side = row[column]
-    if prompt is not None:
-        return _join(row, prompt, side, column, roles)
+    if ahead is not None:
+        return _join(row, ahead, column, roles)
     if isinstance(side, str):
         if isinstance(row.get("instruction"), str):
             return _alpaca({**row, "output": side}, roles)

@@ -217,8 +217,9 @@ class RowMaker(ABC):
     def _piece(self, draft: Draft, encoded: Encoded) -> Piece:
         ids = list(encoded.ids)
         mask = self._mask(draft, encoded)
-        first = mask.index(True) if draft.spans and encoded.offsets and True in mask else None
-        straddles = first is not None and encoded.offsets[first][0] < draft.spans[0][0]
+        straddles = False
+        if draft.spans and encoded.offsets and True in mask:
+            straddles = encoded.offsets[mask.index(True)][0] < draft.spans[0][0]
         eos = self.tokenizer.eos_token_id
         if draft.append_eos and ids and ids[-1] != eos:
             ids.append(eos)
