@@ -1,4 +1,5 @@
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -104,9 +105,8 @@ PAIRS = [(100, 40, 50)] * 9 + [(900, 30, 90)]
 
 
 def resolve_pairs(**settings):
-    return resolve_completion_shapes(
-        **{"max_length": 1024, "batch_size": 4, "num_completions": 2, "spec": CPU, **settings}
-    )
+    wanted: dict[str, Any] = {"max_length": 1024, "batch_size": 4, "num_completions": 2, "spec": CPU, **settings}
+    return resolve_completion_shapes(**wanted)
 
 
 @pytest.mark.parametrize(
