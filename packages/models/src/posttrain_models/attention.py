@@ -182,7 +182,7 @@ def _lengths(bounds: Tensor) -> list[int]:
 @torch.compiler.disable
 def _gather(queries: Tensor, keys: Tensor) -> Tensor:
     """Which tokens are the keys of every segment, one segment after the other; kept for the other layers."""
-    where = getattr(keys, "where", None)
+    where = getattr(keys, "gathered", None)
     if where is None:
         pieces = []
         for family in families(_lengths(queries), _lengths(keys)):
@@ -191,7 +191,7 @@ def _gather(queries: Tensor, keys: Tensor) -> Tensor:
             for own in family.completions:
                 pieces.extend((*prompt, *range(own.start, own.stop)))
         where = torch.tensor(pieces, device=keys.device)
-        keys.where = where  # ty: ignore[unresolved-attribute]
+        keys.gathered = where  # ty: ignore[unresolved-attribute]
     return where
 
 

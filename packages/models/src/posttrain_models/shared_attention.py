@@ -52,7 +52,8 @@ class SharedAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, groups: list[Family]) -> Tensor:  # ty: ignore[invalid-method-override]
         """Every part, merged."""
         out = _like(query)
-        lse = query.new_empty(1, query.shape[2], query.shape[1], dtype=torch.float32).transpose(1, 2)
+        exact = torch.promote_types(query.dtype, torch.float32)
+        lse = query.new_empty(1, query.shape[2], query.shape[1], dtype=exact).transpose(1, 2)
         for family in groups:
             for part in (family.prompt, *family.completions):
                 q, k, v = query[:, :, part], key[:, :, part], value[:, :, part]
