@@ -2,9 +2,6 @@
 
 from typing import Any
 
-from posttrain_models import LoadOptions, sketch_model
-from torch import nn
-
 from posttrain_sft.config import SFTConfig
 
 
@@ -32,14 +29,3 @@ def check_tokenised(dataset: Any, name: str) -> Any:
 def eval_packing(args: SFTConfig) -> bool:
     """Whether evaluation rows are packed."""
     return args.packing if args.eval_packing is None else args.eval_packing
-
-
-def sketch(model: LoadOptions, args: SFTConfig) -> nn.Module | None:
-    """A cut of the model without its weights, where options are asked for that not every model can do.
-
-    None where there is nothing to find out, and where the attention was chosen by name: kernels of an accelerator
-    cannot be tried on a cut on the CPU.
-    """
-    chosen = model.attn_implementation or (args.model_init_kwargs or {}).get("attn_implementation")
-    demanding = args.packing or args.padding_free or args.max_shapes or args.router_aux_loss_coef
-    return sketch_model(model)[1] if demanding and not chosen else None

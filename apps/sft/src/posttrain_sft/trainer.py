@@ -12,15 +12,18 @@ from posttrain_devices import device_spec
 from posttrain_models import choose_layout, fit_tokens, unwrap
 from posttrain_trainer import ShapePlan, Trainer, resolve_shapes
 from posttrain_trainer.facade import (
+    balancing_coefficient,
     check_run,
     inner_tokenizer,
     load_options,
+    prepared_sets,
     resolve_args,
     resolve_model,
     resolve_tokenizer,
+    sketch,
 )
 
-from posttrain_sft.checks import check_tokenised, eval_packing, sketch
+from posttrain_sft.checks import check_tokenised, eval_packing
 from posttrain_sft.config import SFTConfig
 from posttrain_sft.method import SFT
 
@@ -99,9 +102,10 @@ class SFTTrainer(Trainer):
         eval_dataset = self._prepared_eval(eval_dataset, processing_class, args)
 
         options = load_options(model, args)
-        cut = None if options is None else sketch(options, args)
+        demanding = args.packing or args.padding_free or args.max_shapes or args.router_aux_loss_coef
+        cut = sketch(options, args) if options is not None and demanding else None
         if cut is not None:
-            _router_coefficient(cut, args)
+            balancing_coefficient(cut, args.router_aux_loss_coef)
             plan_shapes(cut, args, train_dataset, eval_dataset)
         model = resolve_model(
             model,
@@ -120,7 +124,10 @@ class SFTTrainer(Trainer):
         logger.info(str(plan))
         super().__init__(
             model=model,
-            method=SFT(dft=args.loss_type == "dft", router_aux_loss_coef=_router_coefficient(unwrap(model), args)),
+            method=SFT(
+                dft=args.loss_type == "dft",
+                router_aux_loss_coef=balancing_coefficient(unwrap(model), args.router_aux_loss_coef),
+            ),
             args=args,
             data_collator=data_collator or TokenCollator(plan.padding(tokenizer.pad_token_id)),
             train_dataset=train_dataset,
@@ -154,14 +161,8 @@ class SFTTrainer(Trainer):
         return prepared.dataset
 
     def _prepared_eval(self, dataset: Any, processing_class: Any, args: SFTConfig) -> Any:
-        if dataset is None:
-            return None
         options = replace(self._data_options, packing=eval_packing(args))
-        if isinstance(dataset, dict):
-            return {
-                name: self._prepared(rows, processing_class, options, f"eval {name}") for name, rows in dataset.items()
-            }
-        return self._prepared(dataset, processing_class, options, "eval")
+        return prepared_sets(dataset, lambda rows, name: self._prepared(rows, processing_class, options, name))
 
 
 def data_options(args: SFTConfig, formatting_func: Callable | None = None) -> SFTDataOptions:
@@ -194,18 +195,6 @@ def _shuffled(dataset: Any, seed: int) -> Any:
 
         return random.Random(seed).sample(list(dataset), len(dataset))
     return dataset.shuffle(seed=seed)
-
-
-def _router_coefficient(model: Any, args: SFTConfig) -> float:
-    config = model.config.get_text_config()
-    own = getattr(config, "router_aux_loss_coef", None)
-    if own is None:
-        if args.router_aux_loss_coef:
-            raise ValueError(f"router_aux_loss_coef is for mixtures of experts; {type(model).__name__} is none.")
-        return 0.0
-    coefficient = own if args.router_aux_loss_coef is None else args.router_aux_loss_coef
-    config.output_router_logits = coefficient > 0
-    return coefficient
 
 
 def plan_shapes(model: Any, args: SFTConfig, *datasets: Any) -> ShapePlan:

@@ -80,7 +80,11 @@ def mark_targets(tokenizer: Any, row: Any, limit: int = 600) -> str:
             text = tokenizer.decode(ids[start:stop])
             parts.append(f"«{text}»" if mask[start] else text)
             start = stop
-    text = "".join(parts)
+    return shortened("".join(parts), limit)
+
+
+def shortened(text: str, limit: int = 600) -> str:
+    """The beginning of a text that is longer than `limit` characters."""
     return text if len(text) <= limit else f"{text[:limit]} ..."
 
 

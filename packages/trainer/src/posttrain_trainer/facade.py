@@ -10,13 +10,25 @@ from dataclasses import fields
 from pathlib import Path, PurePath
 from typing import Any
 
-from posttrain_models import LoadOptions, LoraOptions, apply_lora, complete_tokenizer, load_model, load_tokenizer
+import torch
+from posttrain_devices import device_spec
+from posttrain_models import (
+    LoadOptions,
+    LoraOptions,
+    apply_lora,
+    choose_layout,
+    complete_tokenizer,
+    load_model,
+    load_tokenizer,
+    sketch_model,
+)
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from posttrain_trainer.checkpoint import check_files
 from posttrain_trainer.config import checkpointing
-from posttrain_trainer.sources import RunError
+from posttrain_trainer.plan import ShapePlan, resolve_completion_shapes
+from posttrain_trainer.sources import RunError, completion_lengths
 
 logger = logging.getLogger("posttrain")
 
@@ -213,6 +225,7 @@ def resolve_model(
     quantization_config: Any = None,
     peft_config: Any = None,
     fit: Callable[[nn.Module], Any] | None = None,
+    load: Callable[..., nn.Module] = load_model,
 ) -> nn.Module:
     """The model to train: loaded where it should be, with its adapter.
 
@@ -222,6 +235,7 @@ def resolve_model(
         quantization_config: A quantisation configuration of transformers.
         peft_config: A configuration of peft, or `LoraOptions`; None adds no adapter.
         fit: Called with the loaded model before it gets its adapter, to make room for tokens.
+        load: `posttrain_models.load_model`, or another one with its arguments.
 
     Raises:
         ValueError: The model cannot be loaded, or has an adapter and would get another.
@@ -237,7 +251,7 @@ def resolve_model(
     if isinstance(peft_config, LoraOptions) and not peft_config.use_peft and peft_config != LoraOptions():
         logger.warning("options of an adapter have no effect without use_peft=True: no new adapter is made")
     set_seed(args.seed)  # before an adapter or a new head draws its weights
-    loaded = load_model(
+    loaded = load(
         source,
         options,
         model_init_kwargs=args.model_init_kwargs,
@@ -315,6 +329,119 @@ def demonstration(config: Any, settings: dict[str, Any]) -> Iterator[Any]:
     given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
     with tempfile.TemporaryDirectory(prefix="posttrain-") as scratch:
         yield type(config)(**{**settings, "output_dir": scratch, **given})
+
+
+def sketch(model: LoadOptions, args: Any) -> nn.Module | None:
+    """A cut of the model without its weights, to try on it what not every model can do before weights are loaded.
+
+    None where the attention was chosen by name: kernels of an accelerator cannot be tried on a cut on the CPU.
+    """
+    chosen = model.attn_implementation or (args.model_init_kwargs or {}).get("attn_implementation")
+    return None if chosen else sketch_model(model)[1]
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Take dropout out of a model, its adapters included.
+
+    Example:
+        >>> from torch import nn
+        >>> from posttrain_trainer.facade import disable_dropout
+        >>> model = nn.Sequential(nn.Dropout(0.1))
+        >>> disable_dropout(model)
+        >>> model[0].p
+        0.0
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        # Attention drops out inside its kernel, at a rate that the layer holds as a number.
+        for name in ("attention_dropout", "attn_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def plan_completions(
+    model: nn.Module, args: Any, num_completions: int, *datasets: Any, share: bool = True
+) -> ShapePlan:
+    """The layout and widths of a run on prompts with completions, remembered on the model.
+
+    Args:
+        model: The model; its layout is probed.
+        args: The method's config, with `max_length` and `padding_free`.
+        num_completions: Completions of a prompt, G.
+        datasets: Prepared rows, sets of them by name, or None; their lengths decide the widths.
+        share: Compute a prompt once for its completions, where the model can.
+
+    Raises:
+        ValueError: Options contradict each other, or the model cannot do what they ask.
+    """
+    spec = device_spec(args.device)
+    padded = args.padding_free is False or (args.max_shapes is not None and args.padding_free is None)
+    wanted = "padded" if padded and not spec.static_shapes else "auto"
+    # Probed in the precision of training, which decides the attention kernel.
+    half = torch.bfloat16 if args.bf16 else torch.float16
+    with torch.autocast(args.device.type, half, enabled=bool(args.bf16 or args.fp16)):
+        layout = choose_layout(model, wanted, static_shapes=spec.static_shapes, completions=share)
+    return resolve_completion_shapes(
+        max_length=args.max_length,
+        batch_size=args.per_device_train_batch_size,
+        num_completions=num_completions,
+        padding_free=bool(args.padding_free),
+        pad_to_multiple_of=args.pad_to_multiple_of,
+        max_shapes=args.max_shapes,
+        layout=layout,
+        spec=spec,
+        lengths=_completion_lengths(datasets),
+    )
+
+
+def _completion_lengths(datasets: tuple[Any, ...]) -> Iterator[tuple[int, ...]] | None:
+    """Lengths of prompts and completions, read when they are needed; None where a stream has not told them."""
+    sets = [rows for data in datasets for rows in (data.values() if isinstance(data, dict) else [data])]
+    sets = [rows for rows in sets if rows is not None]
+    if not all(hasattr(rows, "__len__") for rows in sets):
+        return None
+    return (completion_lengths(row) for rows in sets for row in rows)
+
+
+def prepared_sets(dataset: Any, prepare: Callable[[Any, str], Any]) -> Any:
+    """Evaluation rows, prepared: None, one data set, or several by name.
+
+    Args:
+        dataset: The rows.
+        prepare: `prepare(rows, name) -> rows`.
+
+    Example:
+        >>> from posttrain_trainer.facade import prepared_sets
+        >>> prepared_sets({"a": [1], "b": [2]}, lambda rows, name: (name, rows))
+        {'a': ('eval a', [1]), 'b': ('eval b', [2])}
+    """
+    if dataset is None:
+        return None
+    if isinstance(dataset, dict):
+        return {name: prepare(rows, f"eval {name}") for name, rows in dataset.items()}
+    return prepare(dataset, "eval")
+
+
+def balancing_coefficient(model: nn.Module, wanted: float | None) -> float:
+    """The weight of a mixture of experts' load-balancing loss, and whether the model computes that loss.
+
+    Args:
+        model: The model; its configuration is set.
+        wanted: The weight; None takes the model's own.
+
+    Raises:
+        ValueError: A weight is wanted, and the model is no mixture of experts.
+    """
+    config = model.config.get_text_config()
+    own = getattr(config, "router_aux_loss_coef", None)
+    if own is None:
+        if wanted:
+            raise ValueError(f"router_aux_loss_coef is for mixtures of experts; {type(model).__name__} is none.")
+        return 0.0
+    coefficient = own if wanted is None else wanted
+    config.output_router_logits = coefficient > 0
+    return coefficient
 
 
 def _tokenizer_source(name: str) -> str:

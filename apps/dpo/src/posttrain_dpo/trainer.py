@@ -1,0 +1,127 @@
+"""`DPOTrainer`: preference pairs in, a model that prefers what was preferred out."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from posttrain_collators import PreferenceCollator
+from posttrain_data import PreferenceDataOptions, prepare_preferences, terminators
+from posttrain_trainer import ShapePlan
+from posttrain_trainer.preference import PreferenceTrainer
+
+from posttrain_dpo.config import DPOConfig
+from posttrain_dpo.method import DPO
+
+logger = logging.getLogger("posttrain")
+
+
+class DPOTrainer(PreferenceTrainer):
+    """Direct preference optimisation of a language model.
+
+    Args:
+        model: A name or path, `LoadOptions`, or a model (a `PeftModel` trains the adapter it has).
+        ref_model: The reference, in any of these forms. By default what `model` is before training: with an adapter
+            the model without it, otherwise a second copy.
+        args: A `DPOConfig`; plain `TrainingArguments` and None take the defaults for the rest.
+        data_collator: Makes a `CompletionBatch` of prepared rows; by default one that follows the shape plan.
+        train_dataset: Preference pairs: a `datasets` data set, map-style or streaming, or a list of dicts.
+            `prepare_preferences` names the formats.
+        eval_dataset: Pairs to evaluate on, or several sets of them by name.
+        processing_class: The tokenizer or processor; by default the model's own.
+        compute_metrics: Called with `EvalPrediction`: rewards `(N, 2)`, chosen first, and labels that are 0.
+        callbacks: Callbacks of transformers.
+        optimizers: An optimiser and a scheduler, made beforehand.
+        optimizer_cls_and_kwargs: The optimiser's class and arguments.
+        preprocess_logits_for_metrics: Changes rewards before they are gathered for `compute_metrics`.
+        quantization_config: How to quantise a model given by name.
+        peft_config: A configuration of peft, or `LoraOptions`: train an adapter.
+
+    Raises:
+        ValueError: For what cannot be trained, before weights are loaded, naming argument, row or column.
+
+    Example:
+        >>> from posttrain_data import tiny_tokenizer
+        >>> from posttrain_models import tiny_model
+        >>> tokenizer = tiny_tokenizer()
+        >>> trainer = DPOTrainer(
+        ...     model=tiny_model("llama", vocab_size=len(tokenizer)),
+        ...     args=DPOConfig(str(getfixture("tmp_path")), max_steps=1, report_to="none", use_cpu=True),
+        ...     train_dataset=[{"prompt": "2+2 is", "chosen": " four", "rejected": " five"}],
+        ...     processing_class=tokenizer,
+        ... )
+        >>> round(trainer.evaluate(trainer.train_dataset)["eval_loss"], 4)
+        0.6931
+    """
+
+    config_class = DPOConfig
+    num_completions = 2
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any = None,
+        args: Any = None,
+        data_collator: Callable | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        optimizer_cls_and_kwargs: tuple | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ):
+        super().__init__(
+            model,
+            ref_model,
+            args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+        )
+
+    def prepare_rows(self, dataset: Any, name: str) -> Any:
+        """Pairs as token ids; one line says what became of them."""
+        prepared = prepare_preferences(dataset, self.processing_class, data_options(self.args), name=name)
+        logger.info(str(prepared.report))
+        return prepared.dataset
+
+    def terminators(self, tokenizer: Any) -> list[int]:
+        """Tokens that end a turn."""
+        return terminators(tokenizer)
+
+    def make_collator(self, plan: ShapePlan, pad_id: int) -> PreferenceCollator:
+        """What makes a batch of prepared pairs."""
+        return PreferenceCollator(plan.prompt_padding(pad_id), plan.padding(pad_id))
+
+    def make_method(self, plan: ShapePlan, coefficient: float) -> DPO:
+        """The method that the options describe."""
+        return make_method(self.args, coefficient)
+
+
+def data_options(args: DPOConfig) -> PreferenceDataOptions:
+    """How the rows of a run are prepared."""
+    return PreferenceDataOptions(
+        max_length=args.max_length, truncation_mode=args.truncation_mode, num_proc=args.dataset_num_proc
+    )
+
+
+def make_method(args: DPOConfig, coefficient: float = 0.0) -> DPO:
+    """The method that the options describe."""
+    return DPO(
+        losses=args.losses(),
+        beta=args.beta,
+        ld_alpha=args.ld_alpha,
+        use_weighting=args.use_weighting,
+        router_aux_loss_coef=coefficient,
+    )
