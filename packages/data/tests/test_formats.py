@@ -71,6 +71,8 @@ def test_conversations_in_every_spelling():
         {"messages": [ASK, SAY], "tools": "[]", "prompt": None},
         {"prompt": [ASK], "completion": [SAY]},
         {"prompt": [ASK], "completion": SAY},
+        {"prompt": [ASK], "completion": [ASK, SAY]},
+        {"prompt": "Hi", "completion": [ASK, SAY]},
         {"instruction": "Hi", "input": "", "output": "Hello"},
         {"instruction": "Hi", "output": "Hello", "history": [], "system": ""},
         {

@@ -220,7 +220,10 @@ class CompletionRows(RowMaker):
             if prompt and room < 1:
                 return whole._replace(dropped=COMPLETION_FILLS)
             if any(whole.references):
-                raise DataError("reference log-probabilities are of the whole prompt, which truncation_mode would cut.")
+                raise DataError(
+                    "reference log-probabilities are of the whole prompt, which truncation_mode='keep_end' would cut: "
+                    "raise max_length, or leave their columns out."
+                )
             cut = Completions(prompt[-room:] if prompt else [], [side[-limit:] for side in sides], whole.references)
         lost = len(prompt) - len(cut.prompt) + sum(map(len, sides)) - sum(map(len, cut.sides))
         return cut._replace(cut=lost)
