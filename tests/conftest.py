@@ -44,7 +44,7 @@ def documented(tmp_path_factory) -> Path:
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     write_jsonl(folder / "trl-lib/Capybara/train.jsonl", [{"messages": chat, "source": "made"} for chat in CHATS])
-    # The second in the form that it has on the hub: two conversations, whose common beginning is the prompt.
+    # In the form that it has on the hub: two conversations, whose common beginning is the prompt.
     write_jsonl(
         folder / "trl-lib/ultrafeedback_binarized/train.jsonl",
         [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in PAIRS],
