@@ -150,14 +150,17 @@ def trainer(folder: Any, *, count: int = 50, dropout: float = 0.0, method: Any =
     """A trainer of the toy; `method` and the rest as given."""
     special = {
         name: overrides.pop(name)
-        for name in ("callbacks", "eval_dataset", "compute_metrics", "preprocess_logits_for_metrics", "shape_plan")
+        for name in (
+            "callbacks", "eval_dataset", "compute_metrics", "preprocess_logits_for_metrics", "shape_plan",
+            "processing_class",
+        )
         if name in overrides
-    }
+    }  # fmt: skip
     data = overrides.pop("train_dataset", None) or rows(count)
     return Trainer(
         overrides.pop("model", None) or net(dropout),
         method or Squares(),
-        config(folder, **overrides),
+        overrides.pop("args", None) or config(folder, **overrides),
         collate,
         train_dataset=data,
         **special,

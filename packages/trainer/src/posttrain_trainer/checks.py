@@ -3,8 +3,11 @@
 import logging
 from typing import Any
 
+from transformers import TrainerCallback
+
 from posttrain_trainer.config import checkpointing, checkpointing_kwargs
 from posttrain_trainer.method import Method
+from posttrain_trainer.settings import check_checkpointing
 from posttrain_trainer.sources import is_batch_source
 
 logger = logging.getLogger("posttrain")
@@ -44,6 +47,7 @@ def check_arguments(method: Any, args: Any, collator: Any, data: tuple[Any, Any]
         raise ValueError(
             f"label_smoothing_factor={args.label_smoothing_factor}: the loss is the method's own; set it to 0"
         )
+    check_checkpointing(checkpointing_kwargs(args))
     if args.auto_find_batch_size:
         raise ValueError("auto_find_batch_size=True would change the rows of a step in mid-run: set it to False")
     if args.dataloader_num_workers:
@@ -52,3 +56,30 @@ def check_arguments(method: Any, args: Any, collator: Any, data: tuple[Any, Any]
         raise ValueError(
             "gradient_checkpointing_kwargs has 'selective' but gradient_checkpointing is False: set it to True"
         )
+
+
+def check_objects(processing_class: Any, callbacks: Any) -> None:
+    """Checks the objects that a trainer is given besides its model, data and arguments.
+
+    Args:
+        processing_class: A tokenizer or processor, or None.
+        callbacks: A list of callbacks or of their classes, or None.
+
+    Raises:
+        ValueError: Naming the argument and what to pass.
+
+    Example:
+        >>> check_objects(None, [TrainerCallback()])
+        >>> check_objects("gpt2", None)
+        Traceback (most recent call last):
+        ValueError: processing_class='gpt2': pass a tokenizer or processor that is loaded, or leave it out
+    """
+    if processing_class is not None and not hasattr(processing_class, "save_pretrained"):
+        raise ValueError(
+            f"processing_class={processing_class!r:.60}: pass a tokenizer or processor that is loaded, or leave it out"
+        )
+    if callbacks is not None and not isinstance(callbacks, list):
+        raise ValueError(f"callbacks={callbacks!r:.60}: pass a list of callbacks")
+    for index, one in enumerate(callbacks or []):
+        if not isinstance(one, TrainerCallback) and not (isinstance(one, type) and issubclass(one, TrainerCallback)):
+            raise ValueError(f"callbacks[{index}]={one!r:.60}: pass an object of a class made from TrainerCallback")

@@ -7,7 +7,9 @@ from typing import Any
 from posttrain_devices import DeviceSpec, device_spec, resolve_pad_multiple, supports_bf16
 from transformers import TrainingArguments
 
-STRATEGIES = ("random", "sequential", "group_by_length")
+from posttrain_trainer.fields import check_types
+from posttrain_trainer.settings import check_checkpointing, check_choices, check_numbers, check_surroundings
+
 RENAMED = "activation_checkpointing" in {item.name for item in fields(TrainingArguments)}
 
 
@@ -38,8 +40,9 @@ class TrainingConfig(TrainingArguments):
         shuffle_buffer: Rows of a streaming dataset that are shuffled together; 0 keeps the order of the stream.
 
     Raises:
-        ValueError: For `bf16` on a device without it, `auto_find_batch_size`, numbers that are out of range, and
-            options with no effect here.
+        ValueError: For values of the wrong type or out of range, `bf16` on a device without it,
+            `auto_find_batch_size`, unknown keys of `gradient_checkpointing_kwargs`, and options that need a package, a
+            file or a token that is not there.
 
     Example:
         >>> from posttrain_trainer import TrainingConfig
@@ -73,7 +76,10 @@ class TrainingConfig(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        self._check()
+        check_types(self)
+        check_choices(self)
+        check_numbers(self)
+        check_surroundings(self)
         spec = self._spec()
         if self.pad_to_multiple_of != "auto":
             self.pad_to_multiple_of = resolve_pad_multiple(self.pad_to_multiple_of, spec)
@@ -86,33 +92,7 @@ class TrainingConfig(TrainingArguments):
         if RENAMED and self.activation_checkpointing_kwargs is None:
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         super().__post_init__()
-
-    def _check(self) -> None:
-        if self.auto_find_batch_size:
-            raise ValueError(
-                "auto_find_batch_size=True would change the rows of a step in mid-run: set "
-                "per_device_train_batch_size, and gradient_accumulation_steps to keep their product"
-            )
-        if self.train_sampling_strategy not in STRATEGIES:
-            raise ValueError(
-                f"train_sampling_strategy={self.train_sampling_strategy!r} moves rows between optimiser steps: "
-                f"write one of {', '.join(STRATEGIES)} ('group_by_length' orders rows within each step)"
-            )
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: write a number of at least 1")
-        if self.max_steps == 0 or self.max_steps < -1:
-            raise ValueError(f"max_steps={self.max_steps}: write a number of at least 1, or -1 to count in epochs")
-        if self.max_steps == -1 and self.num_train_epochs <= 0:
-            raise ValueError(f"num_train_epochs={self.num_train_epochs}: write a number above 0")
-        if self.learning_rate < 0:
-            raise ValueError(f"learning_rate={self.learning_rate}: write a number that is not negative")
-        if not self.output_dir and self.output_dir is not None:
-            raise ValueError("output_dir is empty: name the folder to write to")
-        if self.max_shapes is not None and self.max_shapes < 1:
-            raise ValueError(f"max_shapes={self.max_shapes}: write a number of at least 1, or leave it out")
-        if self.shuffle_buffer < 0:
-            raise ValueError(f"shuffle_buffer={self.shuffle_buffer}: write a number of rows, or 0 for no shuffling")
+        check_checkpointing(self.checkpointing_kwargs)
 
     def _spec(self) -> DeviceSpec:
         on_cpu = self.use_cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on")

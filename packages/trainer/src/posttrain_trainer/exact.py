@@ -16,6 +16,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, get_last_check
 from posttrain_trainer.checkpoint import check_files, check_resumable, remove, tidy, writing
 from posttrain_trainer.memory import freed_memory_kept
 from posttrain_trainer.ranks import Ranks
+from posttrain_trainer.sources import RunError
 from posttrain_trainer.state import load_callbacks, load_state, save_callbacks, save_state
 from posttrain_trainer.weights import check_weights, load_converted, needs_conversion
 
@@ -36,6 +37,11 @@ def sources_skip_themselves() -> Iterator[None]:
         transformers.trainer.skip_first_batches = original
 
 
+def _one_line(error: Exception, limit: int = 200) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 class ExactTrainer(transformers.Trainer):
     """The part of `Trainer` that saves and resumes; it knows batch sources, and neither losses nor metrics."""
 
@@ -49,7 +55,7 @@ class ExactTrainer(transformers.Trainer):
         if getattr(self, "_ranks", None) is None:
             replicas = self.get_tp_size()
             index, size = self.args.process_index // replicas, self.args.world_size // replicas
-            self._ranks = Ranks(index, size, replicas, self.args.device)
+            self._ranks = Ranks(index, size, replicas, self.args.device, self.args.ddp_timeout_delta)
         return self._ranks
 
     @property
@@ -183,6 +189,39 @@ class ExactTrainer(transformers.Trainer):
         if getattr(self, "_finalizing", False) and "train_loss" in logs:
             logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         super().log(logs, start_time)
+
+    # ---- The hub ----
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Makes the repository on the hub, before training starts.
+
+        Raises:
+            ValueError: If the hub cannot be reached or refuses, saying so in one line.
+        """
+        try:
+            super().init_hf_repo(token=token, private=private)
+        except Exception as error:  # of the hub's client: their kinds change with its version
+            name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+            raise ValueError(
+                f"push_to_hub=True, but repository {name!r} cannot be made on the hub ({_one_line(error)}): mend that, "
+                "set hub_model_id or hub_token, or write push_to_hub=False"
+            ) from error
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Uploads what has been saved, as in `transformers.Trainer`.
+
+        Raises:
+            RunError: If the hub cannot be reached or refuses, saying where the model is saved.
+        """
+        try:
+            return super().push_to_hub(*args, **kwargs)
+        except ValueError:  # already one line
+            raise
+        except Exception as error:  # as above
+            raise RunError(
+                f"the model is saved in {self.args.output_dir}, but cannot be pushed to {self.hub_model_id} "
+                f"({_one_line(error)}): upload it with `hf upload {self.hub_model_id} {self.args.output_dir}`"
+            ) from error
 
     # ---- Saving ----
 

@@ -1,14 +1,19 @@
 """Sums and metrics over the ranks that see different rows."""
 
 import math
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import gather_object, reduce
 from posttrain_losses import Metric
+
+from posttrain_trainer.sources import RunError
 
 Packed = dict[str, tuple[type[Metric], list[float]]]
 
@@ -22,12 +27,14 @@ class Ranks:
         size: How many see different rows (the data-parallel size).
         replicas: How many processes see the same rows as this one (tensor parallelism).
         device: Where collectives run.
+        timeout: How long processes wait for each other; None for 30 minutes.
     """
 
     index: int
     size: int
     replicas: int
     device: torch.device
+    timeout: timedelta | None = None
     _keys: list[str] | None = field(default=None, repr=False)
 
     @property
@@ -37,7 +44,10 @@ class Ranks:
 
     def exchange(self, value: Any) -> list[Any]:
         """One picklable value of every process, in order; also a barrier."""
-        return [value] if self.alone else gather_object([value])
+        if self.alone:
+            return [value]
+        meet(self.timeout)
+        return gather_object([value])
 
     def gather(self, value: Any) -> list[Any]:
         """One picklable value of each process that sees different rows, in order."""
@@ -68,6 +78,29 @@ class Ranks:
         else:
             stacked = torch.tensor([float(value) for value in values], dtype=dtype).to(self.device)
         return dict(zip(self._keys, self.total(stacked).unbind(), strict=True))
+
+
+def meet(timeout: timedelta | None) -> None:
+    """Waits for every process, where the backend can tell which one does not come; elsewhere returns at once.
+
+    Args:
+        timeout: How long to wait; None for 30 minutes.
+
+    Raises:
+        RunError: On the first process, naming those that did not come before the timeout.
+    """
+    if not dist.is_initialized() or dist.get_backend() != "gloo":
+        return
+    try:
+        dist.monitored_barrier(timeout=timeout, wait_all_ranks=True)
+    except RuntimeError as error:
+        late = re.search(r"Ranks? ([0-9, ]+) failed to pass", str(error))
+        if late is None:  # on the processes that wait for the first one: it has the names
+            raise
+        raise RunError(
+            f"process {late[1].strip()} did not come where the other processes waited for it: look at what it printed "
+            "last, or raise ddp_timeout if it was only slow"
+        ) from error
 
 
 def precise(device: torch.device) -> torch.dtype:

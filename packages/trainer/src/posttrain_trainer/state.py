@@ -56,8 +56,8 @@ def check_plain(value: Any, where: str) -> None:
             check_plain(item, f"{where}[{index}]")
     elif type(value) not in PLAIN and not isinstance(value, torch.Tensor):
         raise ValueError(
-            f"{where} is a {type(value).__name__}: a state that is saved with a checkpoint holds tensors, numbers, "
-            "strings, None, lists and dicts"
+            f"{where} is of type {type(value).__name__}: a state that is saved with a checkpoint holds tensors, "
+            "numbers, strings, None, lists and dicts"
         )
 
 

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
 
 from posttrain_trainer import card, evaluation
-from posttrain_trainer.checks import check_arguments
+from posttrain_trainer.checks import check_arguments, check_objects
 from posttrain_trainer.config import TrainingConfig, checkpointing_kwargs
 from posttrain_trainer.exact import ExactTrainer
 from posttrain_trainer.memory import offloaded_activations, use_selective_checkpointing
@@ -111,6 +111,7 @@ class Trainer(ExactTrainer):
     ) -> None:
         args = TrainingConfig() if args is None else args
         check_arguments(method, args, data_collator, (train_dataset, eval_dataset), compute_metrics)
+        check_objects(processing_class, callbacks)
         if args.n_gpu > 1:
             logger.warning(
                 "%d devices are visible to this one process, which trains on one of them; start one process for each "
