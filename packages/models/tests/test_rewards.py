@@ -4,10 +4,14 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from posttrain_collators import CompletionBatch, PreferenceCollator
 from posttrain_models import LoadOptions, LoraOptions, apply_lora, choose_layout, fit_tokens, tiny_model
 from posttrain_models.rewards import completion_scores, load_reward_model, tiny_reward_model
 from posttrain_models.unwrap import state_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 LAYOUTS = ("padded", "packed", "shared")
@@ -198,3 +202,69 @@ def test_checkpointing_and_compilation():
     choose_layout(model, "padded")
     compiled = torch.compile(model.eval(), backend="eager")
     torch.testing.assert_close(completion_scores(compiled, batch), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared"])
+def test_static_shapes_depend_on_no_data(layout):
+    model = tiny_reward_model("llama")
+    known = choose_layout(model, layout, static_shapes=True)
+    batch = PreferenceCollator(0)(ROWS)
+    with FakeTensorMode() as mode:
+        fake = tiny_reward_model("llama")
+        state_of(fake).layout = known
+        fakes = CompletionBatch(*(mode.from_tensor(x) for x in batch[:4]))
+        scores = completion_scores(fake, fakes)
+        scores.sum().backward()
+    assert scores.shape == (3, 2)
+
+
+def build(lora, layout):
+    model = tiny_reward_model("llama").train()
+    if lora:
+        torch.manual_seed(0)
+        model = apply_lora(model, LoraOptions(lora_r=4, lora_dropout=0.0), gradient_checkpointing=True)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    choose_layout(model, layout)
+    return model
+
+
+def backward(model, batch):
+    model.zero_grad()
+    completion_scores(model, batch).square().sum().backward()
+
+
+def job(rank, world, init):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+        rows = [*ROWS, ROWS[0]]
+        whole, part = PreferenceCollator(0)(rows), PreferenceCollator(0)(rows[rank::world])
+        for lora in (False, True):
+            single = build(lora, "padded")
+            backward(single, whole)
+            want = {name: p.grad for name, p in single.named_parameters() if p.grad is not None}
+            assert any("score" in name for name in want)
+            for layout in ("padded", "shared"):
+                models = [DistributedDataParallel(build(lora, layout), find_unused_parameters=x) for x in (False, True)]
+                if not lora:
+                    model = build(lora, layout)
+                    for module in (*model.model.layers, model):
+                        fully_shard(module, mesh=mesh)
+                    models.append(model)
+                for model in models:
+                    backward(model, part)
+                    backward(model, part)
+                    for name, parameter in model.named_parameters():
+                        grad = parameter.grad
+                        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+                        name = name.removeprefix("module.")
+                        if name in want:
+                            torch.testing.assert_close(grad * world, want[name], rtol=1e-3, atol=1e-4)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ddp_and_fsdp2(tmp_path):
+    torch.multiprocessing.spawn(job, (2, f"file://{tmp_path / 'rendezvous'}"), nprocs=2)

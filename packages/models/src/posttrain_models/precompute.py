@@ -7,6 +7,7 @@ import hashlib
 import logging
 import math
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ import numpy as np
 import safetensors
 import torch
 import torch.distributed as dist
+from huggingface_hub.constants import HF_HOME
 from posttrain_devices import device_spec
 from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
@@ -43,7 +45,7 @@ def precompute_reference(
     collator: Callable[..., Any],
     *,
     batch_size: int,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | bool | None = None,
 ) -> Any:
     """Give every row the log-probabilities of its completion tokens under the reference.
 
@@ -62,7 +64,7 @@ def precompute_reference(
             `chosen_ids` and `rejected_ids`, or with `completion_ids`.
         collator: Makes a `CompletionBatch` of rows: a `PreferenceCollator` or a `FeedbackCollator`.
         batch_size: Rows in a batch of each process.
-        cache_dir: Folder of the kept values; None keeps none.
+        cache_dir: Folder of the kept values; None is `posttrain` in the cache of `datasets`, False keeps none.
 
     Returns:
         The same rows with `chosen_reference_logps` and `rejected_reference_logps`, or with `reference_logps`: a data
@@ -77,7 +79,8 @@ def precompute_reference(
         >>> from posttrain_models.references import make_reference
         >>> policy = tiny_model("llama")
         >>> rows = [{"prompt_ids": [5, 6], "chosen_ids": [7, 8], "rejected_ids": [9]}]
-        >>> done = precompute_reference(make_reference(policy), policy, rows, PreferenceCollator(0), batch_size=4)
+        >>> reference, collator = make_reference(policy), PreferenceCollator(0)
+        >>> done = precompute_reference(reference, policy, rows, collator, batch_size=4, cache_dir=False)
         >>> len(done[0]["chosen_reference_logps"])
         2
     """
@@ -93,7 +96,7 @@ def precompute_reference(
         return rows
     ranks = _Ranks.of(model)
     key = _key(reference, model, missing)
-    file = None if cache_dir is None else Path(cache_dir) / f"reference-{key}.safetensors"
+    file = None if cache_dir is False else _folder(cache_dir) / f"reference-{key}.safetensors"
     values = None if file is None else _read(file, missing)
     if not ranks.all_agree(values is not None):
         began = time.monotonic()
@@ -107,6 +110,14 @@ def precompute_reference(
         logger.info("reference log-probabilities of %d rows found in %s", len(missing.places), file)
     assert values is not None
     return _with_columns(rows, missing, values, key)
+
+
+def _folder(given: Any) -> Path:
+    if given not in (None, True):
+        return Path(given)
+    datasets = sys.modules.get("datasets")  # no dependency; who has not imported it has no other place for its cache
+    cache = Path(HF_HOME, "datasets") if datasets is None else Path(datasets.config.HF_DATASETS_CACHE)
+    return cache / "posttrain"
 
 
 @dataclass

@@ -138,6 +138,8 @@ class FrozenModel(Reference):
         if hasattr(unwrap(model), "peft_config"):
             raise ValueError("the policy has an adapter, so a reference cannot follow it weight by weight")
         self._follow(model)
+        _shards(base_model(model))
+        _shards(base_model(self.model))
         policy = dict(base_model(model).named_parameters())
         mine = dict(base_model(self.model).named_parameters())
         if policy.keys() != mine.keys() or any(mine[name].shape != weight.shape for name, weight in policy.items()):
@@ -395,22 +397,28 @@ def _alike(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return own, other.full_tensor() if isinstance(other, DTensor) else other.to(own.device)
 
 
+def _shards(model: nn.Module) -> dict[str, Any]:
+    """The modules that FSDP2 shards, put back to their shards: after a forward, the outermost keeps whole weights."""
+    from torch.distributed.fsdp import FSDPModule
+
+    found: dict[str, Any] = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    for module in found.values():
+        module.reshard()
+    return found
+
+
 def _shard_alike(policy: nn.Module, mine: nn.Module) -> None:
     """Shards a whole model with FSDP2 at the modules, and over the mesh, of a policy that is sharded."""
-    if isinstance(next(mine.parameters()), DTensor) or not isinstance(policy, nn.Module):
-        return
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    if not isinstance(policy, FSDPModule):
+    if not isinstance(policy, FSDPModule) or isinstance(mine, FSDPModule):
         return
+    modules = _shards(policy)
     shard = next(p for p in policy.parameters() if isinstance(p, DTensor))
-    mesh = shard.device_mesh
     mine.to(shard.to_local().device)
     if os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("1", "true"):
         for weight in mine.state_dict().values():  # other ranks have room for the weights, and nothing in it
             dist.broadcast(weight, 0)
     own = dict(mine.named_modules())
-    for name, module in reversed(list(policy.named_modules())):
-        if isinstance(module, FSDPModule):
-            options = {"mp_policy": module._get_fsdp_state()._mp_policy}  # ty: ignore[unresolved-attribute]
-            fully_shard(own[name], mesh=mesh, **options)
+    for name, module in reversed(modules.items()):
+        fully_shard(own[name], mesh=shard.device_mesh, mp_policy=module._get_fsdp_state()._mp_policy)
