@@ -79,3 +79,7 @@ def test_counts_of_replicas_are_counted_once(monkeypatch):
     monkeypatch.setattr("posttrain_trainer.ranks.gather_object", lambda values: values * 2)
     assert float(ranks.total_counts({"loss": 5})["loss"]) == 5
     assert ranks.gather("x") == ["x"] and ranks.exchange("x") == ["x", "x"]
+
+
+def test_the_process_that_does_not_come_is_named(two):
+    assert two["late"].startswith("process 1 did not come where the other processes waited for it")

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -54,7 +56,24 @@ def two_ranks(folder: Path):
     results["lonely"] = split(folder, "l", count=12, method=Squares(lonely=True), per_device_train_batch_size=1)
     results["resume"] = resume(folder, save_steps=3)
     results["evaluation"] = evaluation(folder)
+    results["late"] = late(folder)
     return results
+
+
+def late(folder: Path):
+    """What the first process says when the other one does not come; ends the group, which cannot be used any more."""
+    ranks = trainer(folder / "late", count=4).ranks
+    ranks.timeout = timedelta(seconds=1)
+    said = None
+    if ranks.index:
+        time.sleep(2)
+    else:
+        try:
+            ranks.exchange("here")
+        except ValueError as error:
+            said = str(error)
+    torch.distributed.destroy_process_group()
+    return said
 
 
 def resume(folder: Path, **settings):
