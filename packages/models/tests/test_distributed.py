@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from posttrain_collators import Padding, TokenBatch, TokenCollator
-from posttrain_models import LoraOptions, apply_lora, choose_layout, tiny_model, weighted_logp_sum
+from posttrain_collators import CompletionBatch, Padding, TokenBatch, TokenCollator
+from posttrain_models import LoraOptions, apply_lora, choose_layout, completion_logps, tiny_model, weighted_logp_sum
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,9 +70,47 @@ def check(rank, world, init, architectures):
         dist.destroy_process_group()
 
 
-def spawn(tmp_path, architectures):
+def check_completions(rank, world, init, architectures):
+    """Every rank has other completions, one of them fillers alone in its second batch."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    steps = torch.arange(9)
+    ids = torch.randint(1, 128, (4, 27), generator=torch.Generator().manual_seed(0))
+    mask = steps < torch.tensor([[3, 9], [1, 4], [7, 2], [0, 0]])[..., None]
+    prompt_mask = steps > torch.tensor([4, 0, 7, 7])[:, None]
+    whole = CompletionBatch(ids[:, :9], prompt_mask, ids[:, 9:].view(4, 2, 9), mask)
+
+    def backward(model, rows):
+        completion_logps(model, CompletionBatch(*(x[rows] for x in whole[:4]))).square().sum().backward()
+
+    try:
+        for architecture in architectures:
+            single = build(architecture, "padded")
+            backward(single, slice(None))
+            want = {name: p.grad for name, p in single.named_parameters() if p.grad is not None}
+            for shard in (False, True)[: 1 if architecture.endswith("+lora") else 2]:
+                model = build(architecture, "shared")
+                if shard:
+                    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+                    for layer in model.model.layers:
+                        fully_shard(layer, mesh=mesh)
+                    fully_shard(model, mesh=mesh)
+                parallel = model if shard else DistributedDataParallel(model)
+                for start in (0, 2):
+                    backward(parallel, slice(start + rank, start + rank + 1))
+                compare(model, want, world)
+    finally:
+        dist.destroy_process_group()
+
+
+def spawn(tmp_path, architectures, job=check):
     init = f"file://{tmp_path / 'rendezvous'}"
-    torch.multiprocessing.spawn(check, (2, init, architectures), nprocs=2)
+    torch.multiprocessing.spawn(job, (2, init, architectures), nprocs=2)
+
+
+@pytest.mark.slow
+def test_completions_under_ddp_and_fsdp2(tmp_path):
+    spawn(tmp_path, ("smollm2", "gemma2", "llama+lora"), check_completions)
 
 
 @pytest.mark.slow

@@ -191,7 +191,7 @@ def _gather(queries: Tensor, keys: Tensor) -> Tensor:
             for own in family.completions:
                 pieces.extend((*prompt, *range(own.start, own.stop)))
         where = torch.tensor(pieces, device=keys.device)
-        keys.gathered = where  # ty: ignore[unresolved-attribute]
+        keys.gathered = where  # ty: ignore[missing-attribute]
     return where
 
 

@@ -198,7 +198,7 @@ def _one_row(
 def _bounds(lengths: list[int], device: torch.device) -> Tensor:
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     # Kept beside the tensor so that no attention layer asks the device for them.
-    bounds.lengths = lengths  # ty: ignore[unresolved-attribute]
+    bounds.lengths = lengths  # ty: ignore[missing-attribute]
     return bounds
 
 

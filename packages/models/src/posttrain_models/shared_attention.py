@@ -49,7 +49,7 @@ class SharedAttention(torch.autograd.Function):
     """Attention of `query, key, value (1, heads, N, D)` within families; returns `(1, heads, N, D)`."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, groups: list[Family]) -> Tensor:  # ty: ignore[invalid-method-override]
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, groups: list[Family]) -> Tensor:
         """Every part, merged."""
         out = _like(query)
         exact = torch.promote_types(query.dtype, torch.float32)
@@ -72,7 +72,7 @@ class SharedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # ty: ignore[invalid-method-override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of every part, added up."""
         query, key, value, out, lse = ctx.saved_tensors
         grads = dq, dk, dv = _like(query), _like(key), _like(value)
