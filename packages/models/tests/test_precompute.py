@@ -176,6 +176,16 @@ def test_feedback_and_errors():
         precompute_reference(reference, model, rows, FeedbackCollator(0), batch_size=0, cache_dir=False)
 
 
+def test_weights_that_one_process_alone_holds_are_refused(tmp_path, monkeypatch):
+    model, rows = tiny_model("llama"), make_rows(2)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        monkeypatch.setenv(name, "true")
+    with pytest.raises(ValueError, match="only the first process holds the weights: set cpu_ram_efficient_loading"):
+        precompute_reference(make_reference(model), model, rows, PreferenceCollator(0), batch_size=2)
+
+
 def job(rank, world, init, folder):
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)

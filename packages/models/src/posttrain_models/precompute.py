@@ -20,6 +20,7 @@ import numpy as np
 import safetensors
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from huggingface_hub.constants import HF_HOME
 from posttrain_devices import device_spec
 from safetensors.numpy import load_file, save_file
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("posttrain")
 
+SAY_EVERY = 60.0  # seconds
 # Columns of completion ids, and where their reference log-probabilities go.
 _PAIRS = {"chosen_ids": "chosen_reference_logps", "rejected_ids": "rejected_reference_logps"}
 _SINGLES = {"completion_ids": "reference_logps"}
@@ -198,8 +200,13 @@ class _Ranks:
         """All processes; of a model whose parallelism wants the same rows everywhere, each on its own."""
         base = base_model(model)
         device = input_device(base)
-        if not (dist.is_available() and dist.is_initialized()) or _needs_same_rows(base):
+        if not (dist.is_available() and dist.is_initialized()):
             return cls(0, 1, device)
+        _refuse_empty(base)
+        if _needs_same_rows(base):
+            return cls(0, 1, device)
+        if device.type == "cpu" and "gloo" not in dist.get_backend():
+            device = PartialState().device  # where the processes can talk
         return cls(dist.get_rank(), dist.get_world_size(), device)
 
     def all_agree(self, value: bool) -> bool:
@@ -215,6 +222,19 @@ class _Ranks:
         parts = [torch.empty_like(values) for _ in range(self.size)]
         dist.all_gather(parts, values)
         return [part.cpu() for part in parts]
+
+
+def _refuse_empty(base: nn.Module) -> None:
+    """Refuse a model that only the first process has weights of, which accelerate gives to the others later."""
+    on = ("1", "true")
+    partial = all(
+        os.environ.get(name, "").lower() in on for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+    )
+    if partial and dist.get_world_size() > 1 and not any(isinstance(p, DTensor) for p in base.parameters()):
+        raise ValueError(
+            "the reference cannot be computed beforehand while only the first process holds the weights: set "
+            "cpu_ram_efficient_loading to false in fsdp_config"
+        )
 
 
 def _needs_same_rows(base: nn.Module) -> bool:
@@ -243,7 +263,12 @@ def _compute(
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     width = max(int(missing.lengths[batch].sum()) for batch in batches)
     fill = device_spec(ranks.device).static_shapes
-    for turn in range(math.ceil(len(batches) / ranks.size)):
+    turns = math.ceil(len(batches) / ranks.size)
+    said = time.monotonic()
+    for turn in range(turns):
+        if ranks.index == 0 and time.monotonic() - said > SAY_EVERY:
+            said = time.monotonic()
+            logger.info("reference log-probabilities: %d of %d batches", turn * ranks.size, len(batches))
         theirs = [batches[min(turn * ranks.size + rank, len(batches) - 1)] for rank in range(ranks.size)]
         mine = theirs[ranks.index]
         given = [_without_values(rows[missing.places[at]], missing.columns) for at in mine]
