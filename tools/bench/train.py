@@ -105,6 +105,8 @@ def main() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(spec["model"])
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if workload.own_padding and tokenizer.pad_token == tokenizer.eos_token:
+        tokenizer.pad_token = next(t for t in tokenizer.all_special_tokens if t != tokenizer.eos_token)
     ends = StepEnds(cuda)
     with tempfile.TemporaryDirectory(prefix="bench-") as output:
         trainer = getattr(library, workload.trainer)(

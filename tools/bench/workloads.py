@@ -73,6 +73,8 @@ class Workload:
         settings: Config values that differ from the defaults, on both sides.
         model: The class of transformers that loads the model, and its further arguments.
         load: Arguments of loading it.
+        own_padding: Padding needs a token of its own: transformers reads a reward before the first padding token, so
+            that it would be read a token early where the end token pads.
         operations: Operations a matmul parameter and token that the method needs: 2 a forward, 4 a backward.
         arguments: Further trainer arguments, made in the child from `(library, load_model)`.
         best: What the rival sets beyond its defaults on a GPU, where it runs at its best.
@@ -87,6 +89,7 @@ class Workload:
     settings: dict = field(default_factory=dict)
     model: str = "AutoModelForCausalLM"
     load: dict = field(default_factory=dict)
+    own_padding: bool = False
     operations: int = 6
     arguments: Callable[[str, Callable], dict] = lambda library, load_model: {}
     best: dict = field(default_factory=dict)
@@ -134,6 +137,7 @@ WORKLOADS = {
         pairs=4,
         model="AutoModelForSequenceClassification",
         load={"num_labels": 1},
+        own_padding=True,
         bars={"speed_ratio": 2.2, "memory_ratio": 0.4},
     ),
 }
