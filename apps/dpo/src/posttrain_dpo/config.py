@@ -75,9 +75,9 @@ class DPOConfig(PreferenceConfig):
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant, before anything is loaded."""
-        super().__post_init__()
-        if isinstance(self.loss_type, str):
+        if isinstance(self.loss_type, str):  # one loss need not stand in a list
             self.loss_type = [self.loss_type]
+        super().__post_init__()
         if not self.loss_type:
             raise ValueError("loss_type is empty: name at least one loss.")
         for name in self.loss_type:
