@@ -213,8 +213,8 @@ def test_bad_data_sets_are_named():
         (data.to_iterable_dataset().take(0), "the data set is empty"),
         (datasets.DatasetDict(train=data), "splits 'train'"),
         (data.with_transform(lambda batch: batch), "with_transform"),
-        ("rows.json", "cannot read a str"),
-        ([1], "row 0 is a int"),
+        ("rows.json", "cannot read a value of type str"),
+        ([1], "row 0 is of type int"),
         ([{"text": ""}], "no row has a target token.*1 rows with no token"),
         (
             [{"prompt": "a long prompt of many words", "completion": "x"}],

@@ -6,7 +6,15 @@ from collections import Counter
 
 import datasets
 import pytest
-from posttrain_data import DataError, DatasetSpec, SFTDataOptions, load_rows, prepare_sft, tiny_tokenizer
+from posttrain_data import (
+    DataError,
+    DatasetOptions,
+    DatasetSpec,
+    SFTDataOptions,
+    load_rows,
+    prepare_sft,
+    tiny_tokenizer,
+)
 from posttrain_data.sources import interleaved
 
 TOKENIZER = tiny_tokenizer()
@@ -82,12 +90,12 @@ DAMAGED = [
     ("a.jsonl", b'{"text": "a"}\n{"text": "b', "line 2: not a JSON object: the line ends early; was the file cut off"),
     ("a.jsonl", b'{"text": "a"}\n{"text": "b"', "line 2: not a JSON object: the line ends early; was the file cut off"),
     ("a.jsonl", b'{"text": "a"}\nhello\n', "line 2: not a JSON object: Expecting value"),
-    ("a.jsonl", b'{"text": "a"}\n"b"\n', "line 2: a str, not an object"),
+    ("a.jsonl", b'{"text": "a"}\n"b"\n', "line 2: is of type str, not an object"),
     ("a.jsonl", b'{"text": "\\ud83d"}\n', "line 1: half of a surrogate pair"),
     ("a.jsonl", b"", "the file is empty"),
     ("a.jsonl", b"\n \n", "the file holds no row"),
     ("a.json", b'[{"text": "a"},\n{"text": "b', "line 2: not valid JSON.*cut off"),
-    ("a.json", b'[{"text": "a"}, 3]', "entry 1: a int"),
+    ("a.json", b'[{"text": "a"}, 3]', "entry 1: is of type int"),
     ("a.json", b"[]", "the file holds no row"),
     ("a.json", b'{\n  "text": "a"\n}', "line 1.*write one JSON object a line, or a JSON array"),
     ("a.csv", b"text,n\nx,1\ny\n", "line 3: 1 fields, the header has 2"),
@@ -191,3 +199,9 @@ def test_mixtures_of_different_formats(tmp_path):
     assert first == [row["instruction"] for row in read(specs, tmp_path, streaming=True)[0]]
     with pytest.raises(DataError, match="has no weight"):
         read([specs[0], text], tmp_path)
+
+
+@pytest.mark.parametrize("size", [1.0, 0, 0.0, 1.5, -1, -0.5])
+def test_the_held_out_part_is_a_whole_number_of_rows_or_a_share(size):
+    with pytest.raises(DataError, match="test_split_size=.*whole number of rows"):
+        DatasetOptions("rows.jsonl", test_split_size=size)

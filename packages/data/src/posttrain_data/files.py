@@ -183,7 +183,7 @@ def _line_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 reason = "write one JSON object a line, or a JSON array of objects in a .json file."
             raise DataError(f"{path}, line {number}: not a JSON object: {reason}") from None
         if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number}: a {type(row).__name__}, not an object with columns.")
+            raise DataError(f"{path}, line {number}: is of type {type(row).__name__}, not an object with columns.")
         _check_surrogates(f"{path}, line {number}", line, row)
         found = True
         yield number, row
@@ -199,7 +199,7 @@ def _array_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     _check_surrogates(str(path), text, rows)
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise DataError(f"{path}, entry {number}: a {type(row).__name__}, not an object with columns.")
+            raise DataError(f"{path}, entry {number}: is of type {type(row).__name__}, not an object with columns.")
         yield number, row
 
 

@@ -73,10 +73,12 @@ def _check_type(dataset: Any, name: str) -> None:
     if isinstance(dataset, datasets.IterableDataset):
         return
     if not isinstance(dataset, list | tuple):
-        raise DataError(f"{name}: cannot read a {type(dataset).__name__}: give a datasets.Dataset or a list of dicts.")
+        raise DataError(
+            f"{name}: cannot read a value of type {type(dataset).__name__}: give a datasets.Dataset or a list of dicts."
+        )
     wrong = next((n for n, row in enumerate(dataset) if not isinstance(row, Mapping)), None)
     if wrong is not None:
-        raise DataError(f"{name}: row {wrong} is a {type(dataset[wrong]).__name__}: write a dict of columns.")
+        raise DataError(f"{name}: row {wrong} is of type {type(dataset[wrong]).__name__}: write a dict of columns.")
 
 
 def _key(maker: RowMaker, dataset: Any) -> str:
@@ -101,7 +103,9 @@ def _own_code() -> list[str]:
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise DataError(f"a row holds a {type(value).__name__}, which cannot be stored: write plain Python values.")
+    raise DataError(
+        f"a row holds an object of type {type(value).__name__}, which cannot be stored: write plain Python values."
+    )
 
 
 # What happened to rows

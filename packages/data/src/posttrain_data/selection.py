@@ -38,19 +38,17 @@ class DatasetOptions:
             "help": "A mixture: mappings with path, and name, split, data_files, data_dir, columns, weight, fraction."
         },
     )
-    test_split_size: float | None = field(
-        default=None, metadata={"help": "Rows, or the share of them below 1, to hold out for evaluation."}
+    test_split_size: int | float | None = field(
+        default=None,
+        metadata={"help": "Rows (a whole number), or the share of them below 1, to hold out for evaluation."},
     )
 
     def __post_init__(self) -> None:
         if self.dataset_name is not None and self.datasets:
             raise DataError("dataset_name and datasets both name the data: write one of them.")
-        if self.test_split_size is not None and self.test_split_size >= 1:
-            if self.test_split_size != int(self.test_split_size):
-                raise DataError(
-                    f"test_split_size={self.test_split_size}: write a whole number of rows, or a share below 1."
-                )
-            self.test_split_size = int(self.test_split_size)
+        size = self.test_split_size
+        if size is not None and not (size >= 1 if isinstance(size, int) else 0 < size < 1):
+            raise DataError(f"test_split_size={size}: write a whole number of rows, or a share above 0 and below 1.")
 
     @property
     def given(self) -> bool:

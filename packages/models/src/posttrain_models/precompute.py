@@ -87,7 +87,9 @@ def precompute_reference(
         2
     """
     if not hasattr(rows, "__len__") or not hasattr(rows, "__getitem__"):
-        raise ValueError(f"rows is a {type(rows).__name__}: a stream cannot be computed beforehand, use map-style rows")
+        raise ValueError(
+            f"rows is of type {type(rows).__name__}: a stream cannot be computed beforehand, use map-style rows"
+        )
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} must be at least 1")
     if not len(rows):
