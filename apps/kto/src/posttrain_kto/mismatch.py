@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from posttrain_collators import CompletionBatch
 from posttrain_trainer import Anchor
@@ -79,21 +78,26 @@ def _rows(batch: Any) -> list[Row | None]:
     if isinstance(batch, Anchor):
         return [None] * rows
     tensors = (*batch[:4], real(batch))
-    prompts, prompt_mask, completions, mask, there = (tensor.cpu().numpy() for tensor in tensors)
+    prompts, prompt_mask, completions, mask, there = (tensor.cpu() for tensor in tensors)
+
+    def packed(ids: torch.Tensor) -> bytes:
+        return ids.numpy().tobytes()
+
     return [
-        Row(prompts[i][prompt_mask[i]].tobytes(), completions[i, 0][mask[i, 0]].tobytes()) if there[i] else None
+        Row(packed(prompts[i][prompt_mask[i]]), packed(completions[i, 0][mask[i, 0]])) if there[i] else None
         for i in range(rows)
     ]
 
 
 def _batch(batch: CompletionBatch, others: Sequence[bytes | None], widths: Sequence[int]) -> CompletionBatch:
-    ids = [np.frombuffer(other or b"", dtype=np.int64) for other in others]
+    empty = torch.zeros(0, dtype=torch.int64)
+    ids = [torch.frombuffer(bytearray(other), dtype=torch.int64) if other else empty for other in others]
     longest = max(map(len, ids))
     width = next(width for width in widths if width >= longest)
     completions = torch.zeros(len(ids), 1, width, dtype=torch.int64)
     mask = torch.zeros(len(ids), 1, width, dtype=torch.bool)
     for row, one in enumerate(ids):
-        completions[row, 0, : len(one)] = torch.from_numpy(one.copy())
+        completions[row, 0, : len(one)] = one
         mask[row, 0, : len(one)] = True
     device = batch.completions.device
     return CompletionBatch(batch.prompts, batch.prompt_mask, completions.to(device), mask.to(device))
