@@ -61,9 +61,9 @@ def test_help_lists_the_methods(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["stf"], "there is no command 'stf'; did you mean sft? (commands: sft, plan, env)"),
+        (["stf"], "there is no command 'stf'; did you mean sft? (commands: sft, dpo, kto, reward, plan, env)"),
         (["--hlep"], "there is no command '--hlep'"),
-        (["plan", "sff"], "there is no method 'sff'; did you mean sft? (methods: sft)"),
+        (["plan", "sff"], "there is no method 'sff'; did you mean sft? (methods: sft, dpo, kto, reward)"),
         (["env", "now"], "env takes no arguments, got 'now'"),
     ],
 )

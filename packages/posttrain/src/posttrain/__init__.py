@@ -8,6 +8,12 @@ __version__ = version("posttrain")
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "DPOConfig": "posttrain_dpo",
+        "DPOTrainer": "posttrain_dpo",
+        "KTOConfig": "posttrain_kto",
+        "KTOTrainer": "posttrain_kto",
+        "RewardConfig": "posttrain_reward",
+        "RewardTrainer": "posttrain_reward",
         "SFTConfig": "posttrain_sft",
         "SFTTrainer": "posttrain_sft",
         "Trainer": "posttrain_trainer",

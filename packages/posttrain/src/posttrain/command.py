@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from posttrain_cli import Command, CommandError, did_you_mean, guarded, load
 from posttrain_launchers import launch_options, run_command, world_size
 
-METHODS = {"sft": "posttrain_sft.command:COMMAND"}
+METHODS = {
+    "sft": "posttrain_sft.command:COMMAND",
+    "dpo": "posttrain_dpo.command:COMMAND",
+    "kto": "posttrain_kto.command:COMMAND",
+    "reward": "posttrain_reward.command:COMMAND",
+}
 OTHERS = {
     "plan": "`posttrain plan METHOD ...` describes a run without running it",
     "env": "what is installed here, which devices there are, and what is wrong",
