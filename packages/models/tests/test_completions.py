@@ -63,8 +63,8 @@ def exact_copy(model):
 
 
 def reference(exact, batch, temperature=1.0):
-    """`(P, G, Tc)` float64 log-probabilities, entropies, top-1 and mean logits, one unpadded sequence at a time."""
-    parts = [torch.zeros(batch.completions.shape, dtype=torch.float64) for _ in range(4)]
+    """Log-probabilities, entropies, top-1, mean logits and collision entropies, in float64, a sequence at a time."""
+    parts = [torch.zeros(batch.completions.shape, dtype=torch.float64) for _ in range(5)]
     for p, g in [(p, g) for p in range(len(batch.prompts)) for g in range(batch.completions.shape[1])]:
         prompt = batch.prompts[p, batch.prompt_mask[p]]
         completion = batch.completions[p, g, batch.completion_mask[p, g]]
@@ -82,6 +82,7 @@ def reference(exact, batch, temperature=1.0):
             -(logps.exp() * logps).sum(-1),
             (raw.argmax(-1) == targets).double(),
             raw.mean(-1),
+            -logps.exp().square().sum(-1).log(),
         )
         parts = [part.index_put(where, value) for part, value in zip(parts, found, strict=True)]
     return parts
@@ -122,17 +123,19 @@ def layouts_of(model, layouts=LAYOUTS):
 def test_layouts_equal_the_float64_reference_and_each_other(architecture):
     model, batch = tiny_model(architecture), batch_of()
     exact = exact_copy(model)
-    logps, entropy, top1, mean = reference(exact, batch)
+    logps, entropy, top1, mean, collision = reference(exact, batch)
     w = weights_of(batch)
     ((logps.square() + 0.3 * entropy) * w).sum().backward()
     want, first = gradients(exact), None
     for _ in layouts_of(model):
         model.zero_grad()
-        scores = score_completions(model, batch, entropy=True, mean_logit=True)
+        scores = score_completions(model, batch, entropy=True, mean_logit=True, collision=True)
         assert state_of(model).head.fused
         torch.testing.assert_close(scores.logps.double(), logps.detach(), rtol=0, atol=1e-5)
         torch.testing.assert_close(scores.entropy.double(), entropy.detach(), rtol=0, atol=1e-5)
         assert torch.equal(scores.top1, top1.bool())
+        torch.testing.assert_close(scores.collision.double(), collision.detach(), rtol=0, atol=1e-5)
+        assert not scores.collision.requires_grad
         if architecture == "gemma2":
             assert scores.mean_logit is None
         else:
@@ -211,7 +214,7 @@ def test_without_a_prompt_the_first_token_is_not_scored():
     assert batch.prompts.shape == (2, 0)
     want = reference(exact_copy(model), batch)[0]
     for _ in layouts_of(model):
-        scores = score_completions(model, batch, entropy=True, mean_logit=True)
+        scores = score_completions(model, batch, entropy=True, mean_logit=True, collision=True)
         torch.testing.assert_close(scores.logps.double(), want, rtol=0, atol=1e-5)
         for part in scores[:4]:
             assert not part[:, :, 0].any()
@@ -299,11 +302,16 @@ def test_a_head_that_is_not_linear_uses_full_logits():
     model, batch = tiny_model("llama"), batch_of()
     model.lm_head.__class__ = Odd
     exact = exact_copy(model)
-    logps, entropy, _, mean = reference(exact, batch, temperature=0.7)
+    logps, entropy, _, mean, collision = reference(exact, batch, temperature=0.7)
     for _ in layouts_of(model):
-        scores = score_completions(model, batch, temperature=0.7, entropy=True, mean_logit=True)
+        scores = score_completions(model, batch, temperature=0.7, entropy=True, mean_logit=True, collision=True)
         assert not state_of(model).head.fused
-        for got, want in ((scores.logps, logps), (scores.entropy, entropy), (scores.mean_logit, mean)):
+        for got, want in (
+            (scores.logps, logps),
+            (scores.entropy, entropy),
+            (scores.mean_logit, mean),
+            (scores.collision, collision),
+        ):
             torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-5)
 
 
@@ -322,7 +330,7 @@ def test_nothing_depends_on_the_data_where_shapes_are_static(architecture, layou
         state.layout = known.layout
         state.head = replace(known.head, modules=(id(fake.lm_head),))
         fakes = CompletionBatch(*(mode.from_tensor(x) for x in batch[:4]))
-        scores = score_completions(fake, fakes, entropy=True, mean_logit=True)
+        scores = score_completions(fake, fakes, entropy=True, mean_logit=True, collision=True)
         (scores.logps.sum() + scores.entropy.sum()).backward()
         plan = build_completion_plan(fake, fakes, layout, True)
     assert scores.logps.shape == batch.completions.shape and plan.last.shape == (len(rows) * 2,)

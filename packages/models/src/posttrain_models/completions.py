@@ -14,7 +14,7 @@ from posttrain_models.unwrap import base_model
 
 
 class CompletionScores(NamedTuple):
-    """Scores `(P, G, Tc)` of completion tokens; 0 or False where there is no token.
+    r"""Scores `(P, G, Tc)` of completion tokens; 0 or False where there is no token.
 
     Attributes:
         logps: float32 log-probabilities in nats, differentiable.
@@ -23,6 +23,8 @@ class CompletionScores(NamedTuple):
         top1: bool, the token is the most likely one.
         mean_logit: float32 mean over the vocabulary of the logits that predict each token, at temperature 1, without
             gradient; None unless asked for, and of models that cap their logits.
+        collision: float32 collision entropy $-\log\sum_v p_v^2$ in nats of the distribution each token was drawn from,
+            without gradient; None unless asked for.
         aux_loss: Scalar, the router's balance loss of a mixture of experts that is asked for it, unscaled; else None.
     """
 
@@ -30,6 +32,7 @@ class CompletionScores(NamedTuple):
     entropy: Tensor | None
     top1: Tensor
     mean_logit: Tensor | None
+    collision: Tensor | None
     aux_loss: Tensor | None
 
 
@@ -40,6 +43,7 @@ def score_completions(
     temperature: float = 1.0,
     entropy: bool = False,
     mean_logit: bool = False,
+    collision: bool = False,
 ) -> CompletionScores:
     r"""Log-probability $\log p(y_t \mid x, y_{<t})$, in nats, of every token of completions y of prompts x.
 
@@ -58,6 +62,7 @@ def score_completions(
         temperature: Divides the logits.
         entropy: Also return entropies.
         mean_logit: Also return the mean logit of every position.
+        collision: Also return collision entropies.
 
     Returns:
         The scores `(P, G, Tc)`.
@@ -78,13 +83,19 @@ def score_completions(
     base = base_model(model)
     layout = prepared(model, base, completions=True)
     plan = build_completion_plan(base, batch, layout.name, layout.static_shapes)
-    request = Request(plan.targets, plan.index, plan.positions, temperature, entropy, mean_logit=mean_logit)
+    more = {"mean_logit": mean_logit, "collision": collision}
+    request = Request(plan.targets, plan.index, plan.positions, temperature, entropy, **more)
     answer, aux_loss = ask(model, base, plan, request)
+
+    def spread(values: Tensor | None) -> Tensor | None:
+        return None if values is None else plan.spread(values)
+
     return CompletionScores(
         plan.spread(answer.logps),
-        None if answer.entropy is None else plan.spread(answer.entropy),
+        spread(answer.entropy),
         plan.spread(answer.top1),
-        None if answer.mean_logit is None else plan.spread(answer.mean_logit),
+        spread(answer.mean_logit),
+        spread(answer.collision),
         aux_loss,
     )
 

@@ -35,6 +35,7 @@ class Answer(NamedTuple):
     top1: Tensor
     total: Tensor | None
     mean_logit: Tensor | None = None
+    collision: Tensor | None = None
     steps: Steps = ()
 
     def _then(self, name: str, value: Any = 1.0) -> Answer:
@@ -115,6 +116,7 @@ class Request:
     reweight: Callable[[Tensor], Tensor] | None = None
     post: PostHead = PostHead()
     mean_logit: bool = False
+    collision: bool = False
 
     def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Answer:
         """Scores of the targets under `hidden @ weight.T + bias`."""
@@ -133,12 +135,15 @@ class Request:
             "entropy": self.entropy,
         }
         if self.weights is None:
-            scores, total = token_scores(hidden, weight, self.targets, **options), None
+            scores = token_scores(hidden, weight, self.targets, collision=self.collision, **options)
+            total = None
         else:
             total, scores = weighted_logp_sum(
                 hidden, weight, self.targets, self.weights, reweight=self.reweight, **options
             )
-        return Answer(scores.logps, scores.entropy, scores.top1, total, self._mean(hidden, weight, bias))
+        return Answer(
+            scores.logps, scores.entropy, scores.top1, total, self._mean(hidden, weight, bias), scores.collision
+        )
 
     @torch.no_grad()
     def _mean(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:

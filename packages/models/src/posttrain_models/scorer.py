@@ -198,6 +198,7 @@ def _plain(logits: Tensor, request: Request) -> Answer:
     logps = everything.gather(1, request.targets[:, None]).squeeze(1)
     entropy = -(everything.exp() * everything).sum(-1) if request.entropy else None
     top1 = logits.detach().argmax(-1) == request.targets
+    collision = -(2 * everything.detach()).logsumexp(-1) if request.collision else None
     total = None
     if request.weights is not None:
         factor = request.weights
@@ -205,7 +206,7 @@ def _plain(logits: Tensor, request: Request) -> Answer:
             factor = factor * request.reweight(logps.detach()).detach()
         # Not a product alone: 0 * -inf at a position without a target is NaN.
         total = torch.where(factor == 0, torch.zeros_like(logps), factor * logps).sum()
-    return Answer(logps, entropy, top1, total, mean)
+    return Answer(logps, entropy, top1, total, mean, collision)
 
 
 def prepared(model: nn.Module, base: Any, completions: bool = False) -> Layout:
