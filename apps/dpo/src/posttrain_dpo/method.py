@@ -82,11 +82,11 @@ class DPO:
 
     def loss(self, model: torch.nn.Module, batch: CompletionBatch) -> tuple[dict[str, Tensor], dict[str, Mean]]:
         """The sums of the losses over the pairs of `batch`, and what the pairs are worth."""
-        scores = score_completions(model, batch, entropy=True, mean_logit=True)
+        scores = score_completions(model, batch, entropy=True, mean_logit=True, collision=self.use_weighting)
         mask, there = scored(batch), real(batch)  # (P, 2, Tc), (P,)
         reference = self.reference_logps(model, batch) if self.needs_reference else None  # (P, 2, Tc)
         pairs = self._pairs(scores.logps, reference, mask)
-        weights = self._weights(model, batch, scores.logps, mask)
+        weights = wpo_weights(scores.logps, scores.collision, mask) if self.use_weighting else None
         sums: dict[str, Tensor] = {}
         for key, loss, weight in self._terms():
             values = loss(self._pairs(scores.logps, None, mask, 1.0) if key == "sft" else pairs, self.beta)  # (P,)
@@ -121,14 +121,6 @@ class DPO:
         none = (None, None)
         lengths = torch.where(real_of(mask)[:, None], mask.sum(-1), 0)
         return Pairs(*total(logps), *(none if reference is None else total(reference)), *lengths.unbind(1))
-
-    def _weights(self, model: torch.nn.Module, batch: CompletionBatch, logps: Tensor, mask: Tensor) -> Tensor | None:
-        if not self.use_weighting:
-            return None
-        # At temperature 1/2 the log-probability is 2 log p - log sum p^2: the collision entropy without a second head.
-        with torch.no_grad():
-            sharper = score_completions(model, batch, temperature=0.5).logps
-        return wpo_weights(logps, sharper - 2 * logps.detach(), mask)
 
     def _metrics(self, scores: Any, pairs: Pairs, mask: Tensor, there: Tensor) -> dict[str, Mean]:
         if self.needs_reference:
