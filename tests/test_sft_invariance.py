@@ -1,9 +1,7 @@
 """How the rows of a step are dealt to processes, micro-batches and layouts changes nothing but the rounding."""
 
 import pytest
-from posttrain_data import tiny_tokenizer
-from posttrain_models import tiny_model
-from sft_command import finish, log, rows, run_here, start, weights
+from app_command import finish, log, rows, run_here, save_model, start, weights
 
 STEPS = 3
 
@@ -11,11 +9,8 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
-    tokenizer = tiny_tokenizer()
-    tiny_model("qwen3", vocab_size=len(tokenizer)).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
     return {
-        "model_name_or_path": folder / "model",
+        "model_name_or_path": save_model(folder / "model", "qwen3"),
         # Eighty: the third step of 32 is short, so that ranks and micro-batches get unequal shares.
         "dataset_name": rows(folder / "rows.jsonl", 80),
         "max_steps": STEPS,
