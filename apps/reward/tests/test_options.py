@@ -65,6 +65,22 @@ def test_bf16_on_a_cpu_that_is_asked_for_it(tokenizer):
     assert losses(other) == pytest.approx(losses(plain), abs=0.05)
 
 
+def test_a_kernel_of_the_hub_keeps_its_name_and_the_layout_is_said(tokenizer, caplog):
+    from posttrain_models import attention
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    name = "stub/reward-kernel"
+    AttentionInterface.register(name, attention.posttrain_attention)
+    AttentionMaskInterface.register(name, attention.posttrain_mask)
+    model = tiny_reward_model("llama", vocab_size=len(tokenizer))
+    model.config._attn_implementation_internal = name
+    caplog.set_level("INFO", "posttrain")
+    made = run(tokenizer, model)
+    assert model.config._attn_implementation == name
+    assert "shapes on cpu: prompts with 2 completions, packed layout" in caplog.text and name in caplog.text
+    assert losses(made) == pytest.approx(losses(run(tokenizer)), abs=1e-5)
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "mistral", "qwen3_moe"])
 def test_other_architectures_score_the_same_in_every_layout(architecture, tokenizer):
     found = []

@@ -18,7 +18,7 @@ HELD_OUT = 4
 
 # What suits a model of this size; each takes effect where the command line left the option at its default.
 SETTINGS: dict[str, Any] = {
-    "learning_rate": 3e-3,
+    "learning_rate": 5e-5,
     "max_steps": 40,
     "logging_steps": 10,
     "lr_scheduler_type": "constant",
