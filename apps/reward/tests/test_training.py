@@ -222,7 +222,8 @@ def test_a_language_model_gets_a_head_and_the_saved_model_is_a_reward_model(mode
         wanted = rewards(unwrap(made.model).eval(), [row])[0, 0]
         found = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
     assert found.shape == (1, 1) and float(found) == pytest.approx(float(wanted), abs=1e-5)
-    assert "reward" in Path("out/README.md").read_text().lower()
+    card = Path("out/README.md").read_text()
+    assert "with Reward" in card and "= AutoModelForSequenceClassification.from_pretrained(" in card
     again = trainer(chats(), None, "out", learning_rate=0.0)
     again.train()
     assert losses(again)[0] == pytest.approx(Reference(again.model, list(again.train_dataset)[:4]).loss, abs=2e-5)
@@ -252,6 +253,7 @@ def test_an_adapter_trains_with_the_head_and_loads(model_folder, tokenizer):
     assert any("score" in name for name in changed)
     made.save_model()
     assert json.loads(Path("out/adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
+    assert "AutoPeftModelForSequenceClassification.from_pretrained(" in Path("out/README.md").read_text()
     loaded = peft.AutoPeftModelForSequenceClassification.from_pretrained("out", num_labels=1)
     row = made.train_dataset[0]
     with torch.no_grad():

@@ -10,6 +10,8 @@ from posttrain_models import unwrap
 
 PACKAGES = ("posttrain-trainer", "transformers", "torch", "datasets", "accelerate", "peft", "tokenizers")
 
+CLASSIFIER = "SequenceClassification"
+
 
 def dataset_name(dataset: Any) -> str | None:
     """What a dataset of the hub or of a folder is called, if it says."""
@@ -29,7 +31,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def model_card(*, name: str, method: str, base: str | None, dataset: str | None, adapter: bool, tags: list[str]) -> str:
+def model_card(
+    *, name: str, method: str, base: str | None, dataset: str | None, adapter: bool, task: str, tags: list[str]
+) -> str:
     """The text of README.md.
 
     Args:
@@ -38,6 +42,7 @@ def model_card(*, name: str, method: str, base: str | None, dataset: str | None,
         base: Name or path of the model that training started from.
         dataset: Name of the training data.
         adapter: Whether the folder holds an adapter instead of a whole model.
+        task: What the classes that load it end with, such as "CausalLM".
         tags: Tags for the hub.
     """
     hub_base = base if base and "/" in base and not Path(base).exists() else None
@@ -59,7 +64,7 @@ def model_card(*, name: str, method: str, base: str | None, dataset: str | None,
     origin = f" from `{base}`" if base else ""
     data = f" on `{dataset}`" if dataset else ""
     lines += [f"{subject} trained{origin} with {method}{data}, using posttrain.", ""]
-    loader = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
+    loader = f"{'AutoPeftModel' if adapter else 'AutoModel'}For{task}"
     package = "peft" if adapter else "transformers"
     imports = [f"from {package} import {loader}", "from transformers import AutoTokenizer"]
     if not adapter:
@@ -68,7 +73,7 @@ def model_card(*, name: str, method: str, base: str | None, dataset: str | None,
         "```python",
         *imports,
         "",
-        f'model = {loader}.from_pretrained("{name}")',
+        f'model = {loader}.from_pretrained("{name}"{", num_labels=1" if adapter and task == CLASSIFIER else ""})',
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
         "```",
         "",
@@ -76,6 +81,13 @@ def model_card(*, name: str, method: str, base: str | None, dataset: str | None,
         "",
     ]
     return "\n".join(lines)
+
+
+def task(model: Any) -> str:
+    """What the classes end with that load a model as it is: of reward models, or of language models."""
+    inner = unwrap(model)
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    return CLASSIFIER if type(inner).__name__.endswith(f"For{CLASSIFIER}") else "CausalLM"
 
 
 def base_name(model: Any) -> str | None:

@@ -477,6 +477,7 @@ class Trainer(ExactTrainer):
             base=card.base_name(self.model),
             dataset=card.dataset_name(self.train_dataset),
             adapter=hasattr(unwrap(self.model), "peft_config"),
+            task=card.task(self.model),
             tags=self.tags,
         )
 
