@@ -1,7 +1,7 @@
 """One training loop for every post-training method.
 
-What the trainer of an app does around it (arguments, tokenizer, model; a description of the run) is in the modules
-`posttrain_trainer.facade` and `posttrain_trainer.describe`.
+What the trainer of an app does around it (arguments, tokenizer, model; a reference; a description of the run) is in the
+modules `posttrain_trainer.facade`, `posttrain_trainer.preference` and `posttrain_trainer.describe`.
 """
 
 from posttrain_trainer.callbacks import BEMACallback
