@@ -1,10 +1,12 @@
 """Whole training steps, against full float64 logits and against themselves in other forms."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from dpo_runs import assert_same, config, double, logged, pairs, parameters, plain_logps, trainer
+from posttrain_devices import device_spec
 from posttrain_dpo import DPO, DPOTrainer
 from posttrain_losses.preference import ipo, simpo
 from posttrain_models import LoraOptions, tiny_model
@@ -292,3 +294,17 @@ def test_plain_training_arguments_will_do(tokenizer, tmp_path):
         tiny_model("llama", vocab_size=len(tokenizer)), args=args, train_dataset=pairs(2), processing_class=tokenizer
     )
     assert made.args.learning_rate == 0.5 and made.args.beta == 0.1
+
+
+def test_on_a_device_with_static_shapes_every_forward_has_a_planned_shape(tokenizer, monkeypatch):
+    spec = replace(device_spec("cpu"), static_shapes=True, max_shapes=2)
+    options = {"extras": {"ref_model": tiny_model("llama", vocab_size=len(tokenizer), seed=1)}}
+    free = trainer(pairs(7), tokenizer, per_device_train_batch_size=8, **options)
+    free.train()
+    monkeypatch.setattr("posttrain_trainer.facade.device_spec", lambda *_: spec)
+    made = trainer(pairs(7), tokenizer, gradient_accumulation_steps=2, **options)
+    made.train()
+    probe = 2  # rows of the batch with which the head is tried once
+    assert made.shape_plan.static and {shape for shape in made.shape_watch.unplanned if shape[0] != probe} == set()
+    assert set(made.shape_watch.seen) & made.shape_plan.shapes
+    assert_same(parameters(free), parameters(made), 5e-6)
