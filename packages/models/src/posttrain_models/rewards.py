@@ -135,7 +135,7 @@ def _asking(base: Any, question: _Question) -> Iterator[None]:
     copies = getattr(base.score, "modules_to_save", None)
     heads = [base.score] if copies is None else [base.score.original_module, *copies.values()]
     if all(isinstance(h, nn.Linear) and type(h).forward in (nn.Linear.forward, ScoringHead.forward) for h in heads):
-        with asking(heads, question):  # ty: ignore[invalid-argument-type]
+        with asking(heads, question):
             yield
         return
     hook = base.score.register_forward_hook(lambda _, __, out: _Scores(question.pick(out).squeeze(-1)))
