@@ -17,9 +17,10 @@ from posttrain_dpo import DPOConfig, DPOTrainer
 from posttrain_dpo.config import LOSSES as DPO_LOSSES
 from posttrain_kto import KTOConfig, KTOTrainer
 from posttrain_kto.config import LOSSES as KTO_LOSSES
-from posttrain_models import tiny_model, unwrap
+from posttrain_models import LoraOptions, tiny_model, unwrap
 from posttrain_models.rewards import tiny_reward_model
 from posttrain_reward import RewardConfig, RewardTrainer
+from posttrain_sft import SFTConfig, SFTTrainer
 from transformers import TrainerCallback
 
 STEP, ROWS = 8, 21  # the third step of an epoch is short, and odd
@@ -49,6 +50,10 @@ def feedback(count: int = ROWS) -> list[dict]:
     ]
 
 
+def texts(count: int = ROWS) -> list[dict]:
+    return [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs(count)]
+
+
 class App(NamedTuple):
     config: type
     trainer: type
@@ -61,6 +66,9 @@ APPS = {
     "reward": App(RewardConfig, RewardTrainer, margins),
 }
 
+# Other methods, for what every method must do.
+METHODS = {**APPS, "sft": App(SFTConfig, SFTTrainer, texts)}
+
 # Losses that compare the rows of a micro-batch with each other: the only ones that depend on how a step is dealt.
 COUPLED = ("aot", "aot_unpaired")
 
@@ -68,6 +76,7 @@ COUPLED = ("aot", "aot_unpaired")
 class Job(NamedTuple):
     app: str
     options: dict[str, Any]
+    adapter: bool = False
 
 
 JOBS = {
@@ -77,11 +86,15 @@ JOBS = {
     "dpo of three": Job("dpo", {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}),
     "dpo ld_alpha": Job("dpo", {"ld_alpha": 0.5}),
     "dpo use_weighting": Job("dpo", {"use_weighting": True}),
+    "dpo checkpointing": Job("dpo", {"gradient_checkpointing": True}),
+    **{f"{app} adapter": Job(app, {"learning_rate": 0.2}, adapter=True) for app in APPS},
     **{f"kto {name}": Job("kto", {"loss_type": name, "undesirable_weight": 1.3}) for name in KTO_LOSSES},
     "reward": Job("reward", {"center_rewards_coefficient": 0.3}),
 }
-# Those that two processes run together, and evaluate.
-TOGETHER = ("dpo sigmoid", "dpo of three", "kto kto", "kto apo_zero_unpaired", "reward")
+# Those that two processes run together; those that they evaluate; those whose reference they compute beforehand.
+EVALUATED = ("dpo sigmoid", "dpo of three", "kto kto", "kto apo_zero_unpaired", "reward")
+TOGETHER = (*EVALUATED, "dpo checkpointing", *(f"{app} adapter" for app in APPS))
+PRECOMPUTED = ("dpo sigmoid", "kto kto", "dpo adapter")
 HELD_OUT = (11, 9)  # in batches of two: on two processes the last is short, or comes to one process alone
 
 
@@ -105,7 +118,7 @@ def config(app: str, folder: Path, **changes: Any) -> Any:
         "max_length": 64,
         "log_level": "error",
     }
-    return APPS[app].config(**{**settings, **changes})
+    return METHODS[app].config(**{**settings, **changes})
 
 
 def model(app: str, seed: int = 0) -> Any:
@@ -115,10 +128,10 @@ def model(app: str, seed: int = 0) -> Any:
 
 def trainer(app: str, folder: Path, *, extras: dict | None = None, rows: Any = None, policy: Any = None, **changes):
     """A trainer of a tiny llama, unless a model is given; `extras` are the constructor's other arguments."""
-    return APPS[app].trainer(
+    return METHODS[app].trainer(
         model=model(app) if policy is None else policy,
         args=config(app, folder, **changes),
-        train_dataset=APPS[app].rows() if rows is None else rows,
+        train_dataset=METHODS[app].rows() if rows is None else rows,
         processing_class=tiny_tokenizer(),
         **(extras or {}),
     )
@@ -127,6 +140,11 @@ def trainer(app: str, folder: Path, *, extras: dict | None = None, rows: Any = N
 def other_reference(app: str) -> dict[str, Any]:
     """A reference that is not the policy, where there is one."""
     return {} if app == "reward" else {"ref_model": model(app, seed=1)}
+
+
+def extras_of(job: Job) -> dict[str, Any]:
+    """A small adapter, whose reference is the model without it; or else another reference."""
+    return {"peft_config": LoraOptions(use_peft=True, lora_r=4)} if job.adapter else other_reference(job.app)
 
 
 class Gradients(TrainerCallback):
@@ -157,21 +175,21 @@ def timeless(entry: dict[str, float]) -> dict[str, float]:
 
 def run(name: str, folder: Path, size: int, accumulation: int, **changes: Any) -> Outcome:
     """A job of `JOBS`, three steps."""
-    app, options = JOBS[name]
+    job = JOBS[name]
     split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
-    made = trainer(app, folder, extras=other_reference(app), **{**options, **split, **changes})
+    made = trainer(job.app, folder, extras=extras_of(job), **{**job.options, **split, **changes})
     made.train()
     return outcome(made)
 
 
 def evaluated(name: str, folder: Path, count: int) -> dict[str, float]:
-    app, options = JOBS[name]
-    made = trainer(app, folder, extras=other_reference(app), **options)
-    return timeless(made.evaluate(APPS[app].rows(count)))
+    job = JOBS[name]
+    made = trainer(job.app, folder, extras=extras_of(job), **job.options)
+    return timeless(made.evaluate(APPS[job.app].rows(count)))
 
 
 def evaluations(folder: Path) -> dict[tuple[str, int], dict[str, float]]:
-    return {(name, count): evaluated(name, folder, count) for name in TOGETHER for count in HELD_OUT}
+    return {(name, count): evaluated(name, folder, count) for name in EVALUATED for count in HELD_OUT}
 
 
 def on_two_processes(folder: Path) -> dict[str, Any]:
@@ -195,7 +213,9 @@ def on_two_processes(folder: Path) -> dict[str, Any]:
     codes = [process.wait(timeout=400) for process in processes]
     assert codes == [0, 0], "\n".join(file.read_text()[-3000:] for file in files)
     found = torch.load(folder / "found.pt", weights_only=True)
-    return {**found, "steps": {job: Outcome(*parts) for job, parts in found["steps"].items()}}
+    for kind in ("steps", "precomputed"):
+        found[kind] = {job: Outcome(*parts) for job, parts in found[kind].items()}
+    return found
 
 
 def main() -> None:
@@ -204,6 +224,7 @@ def main() -> None:
     found = {
         # Eight rows a step, whatever the split: four or one a process and micro-batch.
         "steps": {(name, size): tuple(run(name, folder, size, 4 // size)) for name in TOGETHER for size in (4, 1)},
+        "precomputed": {name: tuple(run(name, folder, 4, 1, precompute_ref_log_probs=True)) for name in PRECOMPUTED},
         "evaluations": evaluations(folder),
     }
     if torch.distributed.get_rank() == 0:

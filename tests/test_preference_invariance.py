@@ -12,6 +12,8 @@ from preference_runs import (
     APPS,
     COUPLED,
     JOBS,
+    METHODS,
+    PRECOMPUTED,
     STEP,
     TOGETHER,
     Gradients,
@@ -117,6 +119,12 @@ def test_two_processes_are_one(name, size, whole, together):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", PRECOMPUTED)
+def test_two_processes_compute_references_beforehand(name, whole, together):
+    assert_same(whole(name), together["precomputed"][name])
+
+
+@pytest.mark.slow
 def test_two_processes_evaluate_as_one_to_the_last_bit(together, tmp_path):
     """In batches of two, 11 rows end with a batch of one, and 9 rows with one batch for two processes."""
     alone = evaluations(tmp_path)
@@ -173,7 +181,7 @@ def ids_of(row):
 
 @pytest.mark.parametrize("name", ["dpo sigmoid", "kto kto", "kto apo_zero_unpaired"])
 def test_precomputing_changes_neither_rows_nor_chance_nor_losses(name, tmp_path):
-    app, options = JOBS[name]
+    app, options, _ = JOBS[name]
     found = []
     for precomputed in (False, True):
         set_seed(1)
@@ -202,7 +210,7 @@ ROWS_SEEN = 16
 # ---- Kernels and precisions ----
 
 
-@pytest.mark.parametrize("app", APPS)
+@pytest.mark.parametrize("app", METHODS)
 def test_a_kernel_of_the_hub_trains_and_its_layout_is_said(app, tmp_path, monkeypatch, caplog):
     """The name goes the way of `attn_implementation`; what the hub would send is registered here."""
     from posttrain_models import attention
@@ -263,7 +271,7 @@ def test_bfloat16_trains_with_the_head_in_float32(app, tmp_path, monkeypatch):
     assert {weight for _, weight, _ in gaps} == {torch.float32} and max(gap for *_, gap in gaps) < 1e-4
 
 
-@pytest.mark.parametrize("app", APPS)
+@pytest.mark.parametrize("app", METHODS)
 def test_float16_is_refused_on_the_cpu(app, tmp_path):
     with pytest.raises(ValueError, match="fp16=True, but mixed precision in float16 is not to be had on cpu"):
         trainer(app, tmp_path, fp16=True)

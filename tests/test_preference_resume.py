@@ -28,14 +28,11 @@ def jobs(tmp_path_factory):
     return {app: {**common, "dataset_name": save_rows(folder / f"{app}.jsonl", APPS[app].rows(44))} for app in APPS}
 
 
+# The apps' own tests resume in one process; a kill and new processes take a minute.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("app", "changes"),
-    [
-        ("dpo", SYNCED),
-        pytest.param("dpo", ADAPTER, marks=pytest.mark.slow),
-        pytest.param("kto", {}, marks=pytest.mark.slow),
-        pytest.param("reward", {"center_rewards_coefficient": 0.1}, marks=pytest.mark.slow),
-    ],
+    [("dpo", SYNCED), ("dpo", ADAPTER), ("kto", {}), ("reward", {"center_rewards_coefficient": 0.1})],
     ids=["dpo synced", "dpo adapter", "kto", "reward"],
 )
 def test_a_killed_and_resumed_run_is_the_run_that_was_not(app, changes, jobs, tmp_path):
