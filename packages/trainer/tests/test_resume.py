@@ -196,7 +196,7 @@ def test_state_of_a_source_must_be_plain(tmp_path):
         def state_dict(self):
             return {"taken": [self]}
 
-    with pytest.raises(ValueError, match=r"state\['source'\]\['taken'\]\[0\] is a Odd"):
+    with pytest.raises(ValueError, match=r"state\['source'\]\['taken'\]\[0\] is of type Odd"):
         trainer(tmp_path, train_dataset=Odd(), max_steps=1, save_strategy="steps", save_steps=1).train()
 
 

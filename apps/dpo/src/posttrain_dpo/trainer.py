@@ -49,8 +49,8 @@ class DPOTrainer(PreferenceTrainer):
         ...     train_dataset=[{"prompt": "2+2 is", "chosen": " four", "rejected": " five"}],
         ...     processing_class=tokenizer,
         ... )
-        >>> round(trainer.evaluate(trainer.train_dataset)["eval_loss"], 4)
-        0.6931
+        >>> trainer.method.beta
+        0.1
     """
 
     config_class = DPOConfig

@@ -49,8 +49,8 @@ class KTOTrainer(PreferenceTrainer):
         ...     train_dataset=[{"prompt": "2+2 is", "completion": " four", "label": True}],
         ...     processing_class=tokenizer,
         ... )
-        >>> round(trainer.evaluate(trainer.train_dataset)["eval_loss"], 4)
-        0.5
+        >>> trainer.method.beta
+        0.1
     """
 
     config_class = KTOConfig

@@ -47,7 +47,7 @@ def resolve_args(args: TrainingArguments | None, config_class: type, model: Any,
 
     Example:
         >>> from posttrain_trainer import TrainingConfig
-    >>> from posttrain_trainer.facade import resolve_args
+        >>> from posttrain_trainer.facade import resolve_args
         >>> resolve_args(None, TrainingConfig, "Qwen/Qwen3-0.6B", "SFT").output_dir
         'Qwen3-0.6B-SFT'
     """

@@ -127,7 +127,7 @@ def _check_mapping(name: str, text: str) -> None:
     try:
         json.loads(Path(text).expanduser().read_text("utf-8"))
     except ValueError as error:
-        raise ValueError(f"{name}={_quoted(text)}: the file is not JSON: {error}") from None
+        raise ValueError(f"{name}={text!r}: the file is not JSON: {error}") from None
 
 
 def _expected(hint: Any, value: Any) -> str:
