@@ -12,10 +12,13 @@ from posttrain_trainer.facade import (
     demonstration,
     disable_dropout,
     mapping_option,
+    resolve_model,
+    resolve_tokenizer,
     run_training,
 )
 from posttrain_trainer.preference import PreferenceConfig
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 
 def config(folder, **options):
@@ -34,6 +37,24 @@ def test_a_run_that_cannot_begin_or_end(tmp_path):
     ):
         with pytest.raises(ValueError, match=wanted):
             check_run(args, data, evaluation)
+
+
+def test_a_tokenizer_is_an_object(tmp_path):
+    with pytest.raises(ValueError, match="processing_class"):
+        resolve_tokenizer("nowhere", config(tmp_path), "Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_loading_shows_progress_as_training_does(tmp_path, quiet):
+    shown = []
+
+    def load(*_args, **_options):
+        shown.append(transformers_logging.is_progress_bar_enabled())
+        return tiny_model("llama")
+
+    args = PreferenceConfig(str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=quiet)
+    resolve_model("somewhere", args, load=load)
+    assert shown == [not quiet] and transformers_logging.is_progress_bar_enabled()
 
 
 def test_mappings():

@@ -99,14 +99,14 @@ class SFTConfig(TrainingConfig):
 
     def __post_init__(self):
         """Refuse what cannot be meant, before anything is loaded."""
+        if self.loss_type == "chunked_nll":
+            raise ValueError("loss_type='chunked_nll' is now simply 'nll': the head never keeps full logits.")
         super().__post_init__()
         self.model_init_kwargs = mapping_option("model_init_kwargs", self.model_init_kwargs)
         self.dataset_kwargs = mapping_option("dataset_kwargs", self.dataset_kwargs)
         unknown = set(self.dataset_kwargs or {}) - {"skip_prepare_dataset"}
         if unknown:
             raise ValueError(f"dataset_kwargs has {sorted(unknown)}; only 'skip_prepare_dataset' is understood.")
-        if self.loss_type == "chunked_nll":
-            raise ValueError("loss_type='chunked_nll' is now simply 'nll': the head never keeps full logits.")
         for name, allowed in (
             ("loss_type", LOSS_TYPES),
             ("packing_strategy", ("bfd", "bfd_split", "wrapped")),

@@ -24,8 +24,10 @@ from posttrain_models import (
 )
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers.utils import logging as transformers_logging
 
 from posttrain_trainer.checkpoint import check_files
+from posttrain_trainer.checks import check_objects
 from posttrain_trainer.config import checkpointing
 from posttrain_trainer.plan import ShapePlan, resolve_completion_shapes
 from posttrain_trainer.sources import RunError, completion_lengths
@@ -209,6 +211,7 @@ def resolve_tokenizer(model: Any, args: Any, processing_class: Any) -> Any:
             revision=extra.get("revision", options.model_revision if options else "main"),
             trust_remote_code=args.trust_remote_code,
         )
+    check_objects(processing_class, None)
     complete_tokenizer(inner_tokenizer(processing_class), eos_token=getattr(args, "eos_token", None))
     return processing_class
 
@@ -251,13 +254,14 @@ def resolve_model(
     if isinstance(peft_config, LoraOptions) and not peft_config.use_peft and peft_config != LoraOptions():
         logger.warning("options of an adapter have no effect without use_peft=True: no new adapter is made")
     set_seed(args.seed)  # before an adapter or a new head draws its weights
-    loaded = load(
-        source,
-        options,
-        model_init_kwargs=args.model_init_kwargs,
-        quantization_config=quantization_config,
-        **({"device": None} if args.use_cpu else {}),
-    )
+    with _progress_bars(not args.disable_tqdm):
+        loaded = load(
+            source,
+            options,
+            model_init_kwargs=args.model_init_kwargs,
+            quantization_config=quantization_config,
+            **({"device": None} if args.use_cpu else {}),
+        )
     if fit is not None:
         fit(loaded)
     if adapt:
@@ -265,6 +269,19 @@ def resolve_model(
     if checkpointing(args) and hasattr(loaded, "peft_config"):
         loaded.enable_input_require_grads()
     return loaded
+
+
+@contextmanager
+def _progress_bars(shown: bool) -> Iterator[None]:
+    """Whether transformers shows how far it is, within the block."""
+    before = transformers_logging.is_progress_bar_enabled()
+    if not shown:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            transformers_logging.enable_progress_bar()
 
 
 def run_training(
