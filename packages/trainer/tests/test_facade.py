@@ -6,15 +6,14 @@ import pytest
 import torch
 from posttrain_models import tiny_model
 from posttrain_trainer import TrainingConfig
+from posttrain_trainer.commands import demonstration, run_training
 from posttrain_trainer.facade import (
     balancing_coefficient,
     check_run,
-    demonstration,
     disable_dropout,
     mapping_option,
     resolve_model,
     resolve_tokenizer,
-    run_training,
 )
 from posttrain_trainer.preference import PreferenceConfig
 from torch import nn

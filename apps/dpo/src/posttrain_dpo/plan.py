@@ -5,7 +5,7 @@ from itertools import islice
 from posttrain_cli import mistakes
 from posttrain_data import DatasetOptions, load_datasets, prepare_preferences, tiny_tokenizer
 from posttrain_models import LoadOptions, LoraOptions, apply_lora, sketch_model, tiny_model
-from posttrain_trainer.describe import GIB, describe_batches, describe_memory, dtype_bytes, shortened
+from posttrain_trainer.describe import GIB, describe_run, dtype_bytes, shortened
 from posttrain_trainer.facade import inner_tokenizer, plan_completions, resolve_tokenizer, show_messages
 
 from posttrain_dpo.config import DPOConfig
@@ -43,12 +43,9 @@ def _plan(config: DPOConfig, model: LoadOptions, lora: LoraOptions, data: Datase
     size = sum(p.numel() for p in whole.parameters())
     if lora.use_peft:
         whole = apply_lora(whole, lora)
-    print(report)
-    print(describe_batches(config, world_size, len(prepared) if hasattr(prepared, "__len__") else None))
-    print(plan_completions(cut, config, 2, prepared))
-    trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
     width = dtype_bytes(model.dtype)
-    print(describe_memory(sum(p.numel() for p in whole.parameters()), trained, width))
+    shapes = plan_completions(cut, config, 2, prepared)
+    print(describe_run(report, config, world_size, prepared, shapes, whole, width))
     if not lora.use_peft and not config.precompute_ref_log_probs and make_method(config).needs_reference:
         print(f"reference: a second copy of the model, {size * width / GIB:.1f} GiB")
     for number, row in enumerate(islice(iter(prepared), 3), 1):

@@ -4,7 +4,7 @@ from typing import Any
 
 from posttrain_data import tiny_tokenizer
 from posttrain_models import tiny_model
-from posttrain_trainer.facade import demonstration
+from posttrain_trainer.commands import demonstration, show_improvement
 from transformers import set_seed
 
 from posttrain_kto.config import KTOConfig
@@ -15,6 +15,7 @@ COUNTRIES = (
     "Peru", "Poland", "Qatar", "Spain",
 )  # fmt: skip
 HELD_OUT = 4
+FIGURES = {"accuracy": "eval_rewards/accuracies", "margin": "eval_rewards/margins"}
 
 # What suits a model of this size; each takes effect where the command line left the option at its default.
 SETTINGS: dict[str, Any] = {
@@ -47,25 +48,16 @@ def rows() -> list[dict]:
 def run(config: KTOConfig) -> int:
     """Train on most of `rows` and print the loss, and how many pairs held out are told apart before and after."""
     with demonstration(config, SETTINGS) as config:
-        return _run(config)
+        set_seed(config.seed)
+        return show_improvement(_trainer(config), FIGURES)
 
 
-def _run(config: KTOConfig) -> int:
-    set_seed(config.seed)
+def _trainer(config: KTOConfig) -> KTOTrainer:
     tokenizer = tiny_tokenizer()
-    trainer = KTOTrainer(
+    return KTOTrainer(
         model=tiny_model("llama", vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256),
         args=config,
         train_dataset=rows()[:-HELD_OUT],
         eval_dataset=rows()[-HELD_OUT:],
         processing_class=tokenizer,
     )
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-    if trainer.is_world_process_zero():
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        print(f"\nloss      {' -> '.join(f'{loss:.3f}' for loss in losses)}")
-        for name, key in (("accuracy", "eval_rewards/accuracies"), ("margin", "eval_rewards/margins")):
-            print(f"{name:<9} {before[key]:.2f} -> {after[key]:.2f} on pairs held out", flush=True)
-    return 0

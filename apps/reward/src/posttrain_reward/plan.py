@@ -9,7 +9,7 @@ from posttrain_cli import mistakes
 from posttrain_data import DatasetOptions, load_datasets, prepare_preferences, tiny_tokenizer
 from posttrain_models import LoadOptions, LoraOptions, apply_lora, sketch_model
 from posttrain_models.rewards import tiny_reward_model
-from posttrain_trainer.describe import describe_batches, describe_memory, dtype_bytes, mark_targets
+from posttrain_trainer.describe import describe_run, dtype_bytes, mark_targets
 from posttrain_trainer.facade import inner_tokenizer, plan_completions, show_messages
 from torch import nn
 from transformers import AutoModelForSequenceClassification
@@ -49,11 +49,8 @@ def _plan(config: RewardConfig, model: LoadOptions, lora: LoraOptions, data: Dat
     if lora.use_peft:
         whole = apply_lora(whole, lora)
     first = list(islice(iter(prepared), 3))
-    print(report)
-    print(describe_batches(config, world_size, len(prepared) if hasattr(prepared, "__len__") else None))
-    print(plan_completions(cut, config, 2, prepared))
-    trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
-    print(describe_memory(sum(p.numel() for p in whole.parameters()), trained, dtype_bytes(model.dtype)))
+    shapes = plan_completions(cut, config, 2, prepared)
+    print(describe_run(report, config, world_size, prepared, shapes, whole, dtype_bytes(model.dtype)))
     for number, row in enumerate(first, 1):
         print(f"\npair {number}: completions between guillemets")
         for side in ("chosen", "rejected"):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from posttrain_data import tiny_tokenizer
 from posttrain_models import tiny_model, unwrap
-from posttrain_trainer.facade import demonstration
+from posttrain_trainer.commands import demonstration
 from transformers import set_seed
 
 from posttrain_sft.config import SFTConfig

@@ -5,7 +5,7 @@ from itertools import islice
 from posttrain_cli import mistakes
 from posttrain_data import DatasetOptions, load_datasets, prepare_sft, tiny_tokenizer
 from posttrain_models import LoadOptions, LoraOptions, apply_lora, sketch_model, tiny_model
-from posttrain_trainer.describe import describe_batches, describe_memory, dtype_bytes, mark_targets
+from posttrain_trainer.describe import describe_run, dtype_bytes, mark_targets
 from posttrain_trainer.facade import inner_tokenizer, show_messages
 
 from posttrain_sft.config import SFTConfig
@@ -43,11 +43,8 @@ def _plan(config: SFTConfig, model: LoadOptions, lora: LoraOptions, data: Datase
     if lora.use_peft:
         whole = apply_lora(whole, lora)
     first = list(islice(iter(prepared), 3))
-    print(report)
-    print(describe_batches(config, world_size, len(prepared) if hasattr(prepared, "__len__") else None))
-    print(plan_shapes(cut, config, prepared))
-    trained = sum(p.numel() for p in whole.parameters() if p.requires_grad)
-    print(describe_memory(sum(p.numel() for p in whole.parameters()), trained, dtype_bytes(model.dtype)))
+    shapes = plan_shapes(cut, config, prepared)
+    print(describe_run(report, config, world_size, prepared, shapes, whole, dtype_bytes(model.dtype)))
     for number, row in enumerate(first, 1):
         print(f"\nrow {number}: {len(row['input_ids'])} tokens, targets between guillemets")
         print(mark_targets(tokenizer, row))

@@ -18,7 +18,7 @@ def describe_batches(args: Any, world_size: int, rows: int | None) -> str:
 
     Example:
         >>> from posttrain_trainer import TrainingConfig
-    >>> from posttrain_trainer.describe import describe_batches
+        >>> from posttrain_trainer.describe import describe_batches
         >>> args = TrainingConfig("out", use_cpu=True, gradient_accumulation_steps=2)
         >>> print(describe_batches(args, world_size=4, rows=100))
         batch: 8 rows a device x 2 accumulated x 4 devices = 64 rows a step; 100 rows, 2 steps an epoch, 6 steps in all
@@ -55,6 +55,24 @@ def describe_memory(parameters: int, trained: int, weight_bytes: int) -> str:
         f"memory: {weights:.1f} GiB of weights + {gradients:.1f} of gradients + {moments:.1f} of AdamW "
         f"= {total:.1f} GiB, and activations on top"
     )
+
+
+def describe_run(report: Any, args: Any, world_size: int, rows: Any, shapes: Any, model: Any, weight_bytes: int) -> str:
+    """What became of the rows, the batch equation, the shapes, and the memory: a line or more each.
+
+    Args:
+        report: What preparing the rows said.
+        args: The training arguments.
+        world_size: Processes, one a device.
+        rows: Prepared rows, or a stream of them.
+        shapes: The `ShapePlan`.
+        model: The model with its adapter; its weights may be on the meta device.
+        weight_bytes: Bytes of one weight.
+    """
+    parameters = [p.numel() for p in model.parameters()]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    batches = describe_batches(args, world_size, len(rows) if hasattr(rows, "__len__") else None)
+    return "\n".join([str(report), batches, str(shapes), describe_memory(sum(parameters), trained, weight_bytes)])
 
 
 def mark_targets(tokenizer: Any, row: Any, limit: int = 600) -> str:

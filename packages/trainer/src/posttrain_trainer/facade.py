@@ -1,11 +1,10 @@
-"""What the apps share: settling arguments, tokenizer and model before there is a trainer, and running a command."""
+"""What the trainers of the apps share: settling arguments, tokenizer and model before there is a trainer."""
 
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path, PurePath
 from typing import Any
@@ -26,11 +25,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 from transformers.utils import logging as transformers_logging
 
-from posttrain_trainer.checkpoint import check_files
 from posttrain_trainer.checks import check_objects
 from posttrain_trainer.config import checkpointing
 from posttrain_trainer.plan import ShapePlan, resolve_completion_shapes
-from posttrain_trainer.sources import RunError, completion_lengths
+from posttrain_trainer.sources import completion_lengths
 
 logger = logging.getLogger("posttrain")
 
@@ -282,70 +280,6 @@ def _progress_bars(shown: bool) -> Iterator[None]:
     finally:
         if before:
             transformers_logging.enable_progress_bar()
-
-
-def run_training(
-    config: Any, make: Callable[[], Any], mistakes: Callable[..., AbstractContextManager], *kinds: type[Exception]
-) -> int:
-    """What the command of an app does: make the trainer, train, save, and say where.
-
-    Args:
-        config: The method's config.
-        make: Makes the trainer. Every `ValueError` it raises is a mistake of the user.
-        mistakes: `posttrain_cli.mistakes`.
-        kinds: What else is one once training has begun, besides `RunError` and a package that is missing.
-
-    Returns:
-        The exit code.
-    """
-    with mistakes(ValueError, ImportError):
-        resume = _resume_point(config.resume_from_checkpoint)
-        if isinstance(resume, str):
-            check_files(Path(resume))
-        trainer = make()
-        resume = trainer.checkpoint_to_resume(resume)
-    with mistakes(RunError, ImportError, *kinds):
-        trainer.train(resume_from_checkpoint=resume)
-        trainer.save_model()
-        trainer.save_state()
-    if config.push_to_hub:
-        trainer.push_to_hub()
-    if trainer.is_world_process_zero():
-        print(f"saved to {Path(config.output_dir).resolve()}", flush=True)
-    return 0
-
-
-def _resume_point(value: Any) -> str | bool | None:
-    """The checkpoint that a command line names: a folder, or yes for the newest in the output folder."""
-    text = str(value).lower()
-    if value is None or text in ("none", "false", "no"):
-        return None
-    return True if text in ("true", "yes") else str(value)
-
-
-@contextmanager
-def demonstration(config: Any, settings: dict[str, Any]) -> Iterator[Any]:
-    """The config of a demonstration: `settings` where the command line left an option at its default.
-
-    Args:
-        config: What the command line said.
-        settings: What suits the demonstration's model and rows.
-
-    Yields:
-        A config that writes to a folder which is removed afterwards, unless `output_dir` was given.
-
-    Example:
-        >>> from posttrain_trainer import TrainingConfig
-        >>> from posttrain_trainer.facade import demonstration
-        >>> with demonstration(TrainingConfig(max_steps=3), {"max_steps": 40, "learning_rate": 1e-3}) as config:
-        ...     config.max_steps, config.learning_rate
-        (3, 0.001)
-    """
-    defaults = type(config)()
-    names = [item.name for item in fields(config) if item.init]
-    given = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
-    with tempfile.TemporaryDirectory(prefix="posttrain-") as scratch:
-        yield type(config)(**{**settings, "output_dir": scratch, **given})
 
 
 def sketch(model: LoadOptions, args: Any) -> nn.Module | None:
