@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from posttrain_models import LoadOptions, LoraOptions
 
 from posttrain_trainer.checkpoint import check_files
@@ -45,8 +46,6 @@ def run_app(
         The exit code.
     """
     show_messages()
-    if model.model_name_or_path is None and not data.given:
-        return demonstrate(config)
 
     def make() -> Any:
         if model.model_name_or_path is None:
@@ -54,7 +53,14 @@ def run_app(
         rows, held_out = load(data, evaluate=evaluates(config), seed=config.seed)
         return trainer_class(model=model, args=config, train_dataset=rows, eval_dataset=held_out, peft_config=lora)
 
-    return run_training(config, make, mistakes, data_error)
+    if model.model_name_or_path is None and not data.given:
+        code = demonstrate(config)
+    else:
+        code = run_training(config, make, mistakes, data_error)
+    # A process that ends with a group still open can be aborted by the group's threads, after all its work is done.
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    return code
 
 
 def run_training(
