@@ -1,7 +1,6 @@
 """`DPOTrainer`: preference pairs in, a model that prefers what was preferred out."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from posttrain_collators import PreferenceCollator
@@ -55,40 +54,6 @@ class DPOTrainer(PreferenceTrainer):
 
     config_class = DPOConfig
     num_completions = 2
-
-    def __init__(
-        self,
-        model: Any,
-        ref_model: Any = None,
-        args: Any = None,
-        data_collator: Callable | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        compute_metrics: Callable | None = None,
-        callbacks: list | None = None,
-        optimizers: tuple = (None, None),
-        optimizer_cls_and_kwargs: tuple | None = None,
-        preprocess_logits_for_metrics: Callable | None = None,
-        quantization_config: Any = None,
-        peft_config: Any = None,
-    ):
-        super().__init__(
-            model,
-            ref_model,
-            args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
 
     def prepare_rows(self, dataset: Any, name: str) -> Any:
         """Pairs as token ids; one line says what became of them."""

@@ -164,16 +164,19 @@ class PreferenceTrainer(Trainer):
     def __init__(
         self,
         model: Any,
-        ref_model: Any,
-        args: Any,
-        *,
-        train_dataset: Any,
-        eval_dataset: Any,
-        processing_class: Any,
-        data_collator: Callable | None,
-        quantization_config: Any,
-        peft_config: Any,
-        **rest: Any,
+        ref_model: Any = None,
+        args: Any = None,
+        data_collator: Callable | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list | None = None,
+        optimizers: tuple = (None, None),
+        optimizer_cls_and_kwargs: tuple | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
     ) -> None:
         args = resolve_args(args, self.config_class, model, self.config_class.__name__.removesuffix("Config"))
         check_run(args, train_dataset, eval_dataset)
@@ -203,7 +206,7 @@ class PreferenceTrainer(Trainer):
         if method.needs_reference:
             reference = self._reference(policy, load_reference(model, ref_model, args, given), method)
             method = replace(method, reference=reference)
-        callbacks = list(rest.pop("callbacks", None) or ())
+        callbacks = list(callbacks or ())
         if args.sync_ref_model:
             callbacks.append(self._syncing(reference))
         super().__init__(
@@ -214,9 +217,12 @@ class PreferenceTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,
+            compute_metrics=compute_metrics,
             callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             shape_plan=plan,
-            **rest,
         )
         if args.precompute_ref_log_probs and reference is not None:
             self._precompute(reference)
