@@ -30,9 +30,11 @@ def check(member: Member, scratch: Path, options: argparse.Namespace) -> str | N
     """Install and test one member in `scratch`; return what went wrong, None when all is well."""
     python = scratch / "venv" / "bin" / "python"
     elsewhere = scratch / "elsewhere"
-    # A copy, so that neither the workspace's configuration nor its conftest.py takes part.
+    # A copy, so that neither the workspace's configuration nor its own conftest.py takes part.
     shutil.copytree(member.folder / "tests", elsewhere / "tests")
     shutil.copy(member.folder / "README.md", elsewhere)
+    for shared in member.folder.parent.glob("*.py"):  # what the tests of all apps share
+        shutil.copy(shared, elsewhere)
     (elsewhere / "pytest.ini").write_text(INI)
     resolution = ["--resolution", "lowest-direct"] if options.lowest else []
     # A wheel, not an editable install: what users get is what is tested.

@@ -1,45 +1,17 @@
 """The command: `python -m posttrain_dpo`, and in this process where no process of its own is needed."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from app_runs import QUIET, check_option_table, process, write
 from dpo_runs import pairs
-from posttrain_cli import make_table
 from posttrain_dpo.command import COMMAND, main
-
-QUIET = ["--use_cpu", "--report_to", "none", "--disable_tqdm", "--max_length", "64", "--logging_steps", "1"]
-
-
-def process(*words, cwd=None):
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *map(str, words)], capture_output=True, text=True, env=environment, cwd=cwd, timeout=300
-    )
-
-
-def write(name, rows):
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(name)
 
 
 def test_the_shipped_options_are_those_of_the_configs():
-    shipped, live = json.loads(COMMAND.table.read_text()), make_table(COMMAND.groups)
-    if shipped["versions"] != live["versions"]:
-        pytest.skip("the table is shipped for other versions, and is rebuilt here")
-    wrong = "run `python -m posttrain_cli posttrain_dpo.command:COMMAND` to write the table anew"
-    assert shipped["configs"] == live["configs"], wrong
-    mine, theirs = ({option["name"]: option for option in table["options"]} for table in (shipped, live))
-    assert mine == theirs, wrong
-
-
-def test_every_option_has_a_help_text():
-    options = json.loads(COMMAND.table.read_text())["options"]
-    assert [option["name"] for option in options if not option["help"]] == []
+    check_option_table(COMMAND, "posttrain_dpo.command:COMMAND")
 
 
 def test_a_run_from_a_file(model_folder, capsys):

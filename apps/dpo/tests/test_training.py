@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dpo_runs import assert_same, config, double, logged, pairs, parameters, plain_logps, trainer
+from app_runs import assert_same, logged, parameters
+from dpo_runs import config, double, pairs, plain_logps, trainer
 from posttrain_devices import device_spec
 from posttrain_dpo import DPO, DPOTrainer
 from posttrain_losses.preference import ipo, simpo

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kto_runs import assert_same, double, feedback, logged, parameters, plain_logps, trainer
+from app_runs import assert_same, logged, parameters
+from kto_runs import double, feedback, plain_logps, trainer
 from posttrain_collators import FeedbackCollator
 from posttrain_devices import device_spec
 from posttrain_kto import KTO

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from app_runs import assert_same, losses, parameters
 from posttrain_models import unwrap
 from posttrain_models.rewards import tiny_reward_model
 from posttrain_reward import RewardConfig, RewardTrainer
-from reward_runs import assert_same, chats, config, losses, parameters, texts, trainer
+from reward_runs import chats, config, texts, trainer
 from transformers import TrainingArguments
 
 

@@ -6,23 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from app_runs import assert_same, logged, losses, parameters, step_gradient
 from datasets import Dataset
 from posttrain_collators import PreferenceCollator
 from posttrain_models import choose_layout, unwrap
 from posttrain_models.rewards import tiny_reward_model
 from posttrain_reward import Reward
-from reward_runs import (
-    Reference,
-    assert_same,
-    chats,
-    logged,
-    losses,
-    parameters,
-    rewards,
-    step_gradient,
-    texts,
-    trainer,
-)
+from reward_runs import Reference, chats, rewards, texts, trainer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 METRICS = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")

@@ -1,21 +1,12 @@
 """Short runs on tiny models, and what they are compared with."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
-from posttrain_models import tiny_model, unwrap
+from app_runs import SETTINGS, WORDS
+from posttrain_models import tiny_model
 from posttrain_sft import SFTConfig, SFTTrainer
 from transformers import TrainerCallback
-
-WORDS = "river mountain house garden music paper winter summer yellow stone bridge window".split()
-
-
-def saved(folder: Path, architecture: str, tokenizer) -> Path:
-    """A folder with a tiny model of an architecture and its tokenizer."""
-    tiny_model(architecture, vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def texts(count: int = 12) -> list[dict]:
@@ -43,25 +34,7 @@ def pairs(count: int = 8) -> list[dict]:
 
 def config(**changes: Any) -> SFTConfig:
     """Plain gradient descent at a visible rate, every step logged, nothing saved."""
-    settings = {
-        "output_dir": "out",
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "max_steps": 1,
-        "learning_rate": 0.5,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0,
-        "gradient_checkpointing": False,
-        "train_sampling_strategy": "sequential",
-        "per_device_train_batch_size": 4,
-        "max_length": 64,
-        "log_level": "error",
-    }
-    return SFTConfig(**{**settings, **changes})
+    return SFTConfig(**{**SETTINGS, **changes})
 
 
 def trainer(rows: Any, tokenizer: Any, model: Any = None, *, extras: dict | None = None, **changes: Any) -> SFTTrainer:
@@ -70,33 +43,6 @@ def trainer(rows: Any, tokenizer: Any, model: Any = None, *, extras: dict | None
         model = tiny_model("llama", vocab_size=len(tokenizer))
     args = config(**changes)
     return SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer, **(extras or {}))
-
-
-def losses(made: SFTTrainer) -> list[float]:
-    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
-
-
-def logged(made: SFTTrainer, name: str) -> list[float]:
-    return [entry[name] for entry in made.state.log_history if name in entry]
-
-
-def parameters(made: Any) -> dict[str, torch.Tensor]:
-    """A copy of every parameter, of a trainer's model or of a model."""
-    model = unwrap(getattr(made, "model", made))
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
-def assert_same(one: dict, other: dict, tolerance: float = 2e-6) -> None:
-    """Equal names and, to the tolerance (absolute), equal values; 0 means bit for bit."""
-    assert one.keys() == other.keys()
-    gaps = {name: float((one[name] - other[name]).abs().max()) for name in one}
-    worst = max(gaps, key=gaps.get)
-    assert gaps[worst] <= tolerance, f"{worst} differs by {gaps[worst]}"
-
-
-def step_gradient(before: dict, after: dict, rate: float) -> dict[str, torch.Tensor]:
-    """The gradient that a step of plain gradient descent took."""
-    return {name: (before[name].double() - after[name].double()) / rate for name in before}
 
 
 class Reference:

@@ -3,59 +3,22 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from app_runs import QUIET, check_option_table, process, values, write
 from datasets import Dataset
-from posttrain_cli import make_table
 from posttrain_sft.command import COMMAND, main
 from sft_runs import chats, pairs, texts
 from transformers import AutoModelForCausalLM
 
-QUIET = ["--use_cpu", "--report_to", "none", "--disable_tqdm", "--max_length", "64", "--logging_steps", "1"]
 
-
-def process(*words, cwd=None):
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *map(str, words)], capture_output=True, text=True, env=environment, cwd=cwd, timeout=300
-    )
-
-
-def write(name, rows):
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return name
-
-
-def history(folder="out"):
-    """The log of the last checkpoint."""
-    last = max(Path(folder).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
-    return json.loads((last / "trainer_state.json").read_text())["log_history"]
-
-
-def values(name, folder="out"):
-    return [entry[name] for entry in history(folder) if name in entry]
+def test_the_shipped_options_are_those_of_the_configs():
+    check_option_table(COMMAND, "posttrain_sft.command:COMMAND")
 
 
 # ---- The option table ----
-
-
-def test_the_shipped_options_are_those_of_the_configs():
-    shipped, live = json.loads(COMMAND.table.read_text()), make_table(COMMAND.groups)
-    if shipped["versions"] != live["versions"]:
-        pytest.skip("the table is shipped for other versions, and is rebuilt here")
-    wrong = "run `python -m posttrain_cli posttrain_sft.command:COMMAND` to write the table anew"
-    assert shipped["configs"] == live["configs"], wrong
-    mine, theirs = ({option["name"]: option for option in table["options"]} for table in (shipped, live))
-    assert mine == theirs, wrong
-
-
-def test_every_option_has_a_help_text():
-    options = json.loads(COMMAND.table.read_text())["options"]
-    assert [option["name"] for option in options if not option["help"]] == []
 
 
 def test_help_and_a_mistyped_flag_import_no_torch():

@@ -6,25 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
+from app_runs import assert_same, logged, losses, parameters, step_gradient
 from datasets import Dataset, DatasetDict
 from posttrain_data import tiny_tokenizer
 from posttrain_models import LoadOptions, LoraOptions, tiny_model, unwrap
 from posttrain_sft import SFTConfig, SFTTrainer
-from sft_runs import (
-    Reference,
-    assert_same,
-    chats,
-    config,
-    logged,
-    losses,
-    pairs,
-    parameters,
-    prepared,
-    step_gradient,
-    targets,
-    texts,
-    trainer,
-)
+from sft_runs import Reference, chats, config, pairs, prepared, targets, texts, trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 # ---- Evaluation ----

@@ -5,22 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from app_runs import assert_same, logged, losses, parameters, step_gradient
 from datasets import Dataset
 from posttrain_models import tiny_model
-from sft_runs import (
-    Reference,
-    assert_same,
-    chats,
-    logged,
-    losses,
-    pairs,
-    parameters,
-    prepared,
-    step_gradient,
-    targets,
-    texts,
-    trainer,
-)
+from sft_runs import Reference, chats, pairs, prepared, targets, texts, trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RATE = 0.5
