@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from posttrain_losses import preference
-from posttrain_trainer.facade import one_of
 from posttrain_trainer.preference import PreferenceConfig
 
 DIVERGENCES = {
@@ -58,7 +57,7 @@ class DPOConfig(PreferenceConfig):
     label_smoothing: float = field(
         default=0.0, metadata={"help": "Rate of pairs whose label is wrong; for sigmoid, exo_pair, robust and aot."}
     )
-    f_divergence_type: str = field(
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = field(
         default="reverse_kl",
         metadata={"help": f"What keeps the policy at the reference: {', '.join(DIVERGENCES)}."},
     )
@@ -81,8 +80,8 @@ class DPOConfig(PreferenceConfig):
         if not self.loss_type:
             raise ValueError("loss_type is empty: name at least one loss.")
         for name in self.loss_type:
-            one_of("loss_type", name, tuple(LOSSES))
-        one_of("f_divergence_type", self.f_divergence_type, tuple(DIVERGENCES))
+            if name not in LOSSES:
+                raise ValueError(f"loss_type={name!r}: write one of {', '.join(LOSSES)}, or several.")
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise ValueError(
                 f"loss_weights has {len(self.loss_weights)} entries for {len(self.loss_type)} losses in loss_type: "

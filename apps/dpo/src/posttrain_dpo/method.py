@@ -11,6 +11,7 @@ from posttrain_losses import Mean
 from posttrain_losses.preference import Pairs, length_desensitised_sum, sft, sigmoid, simpo, wpo_weights
 from posttrain_models import score_completions
 from posttrain_models.references import Reference
+from posttrain_trainer.facade import balancing_term
 from posttrain_trainer.preference import carried_or_computed, real, real_of, scored
 from torch import Tensor
 
@@ -93,12 +94,8 @@ class DPO:
             values = values if key == "sft" or weights is None else values * weights
             sums[key] = sums.get(key, 0.0) + weight * torch.where(there, values, 0.0).sum()
         metrics = self._metrics(scores, pairs, mask, there)
-        if self.router_aux_loss_coef:
-            if scores.aux_loss is None:
-                raise ValueError("this model computes no load-balancing loss: set router_aux_loss_coef=0.")
-            sums["aux_loss"] = self.router_aux_loss_coef * scores.aux_loss
-            metrics["aux_loss"] = Mean.of(scores.aux_loss)
-        return sums, metrics
+        balance, balance_metrics = balancing_term(self.router_aux_loss_coef, scores.aux_loss)
+        return {**sums, **balance}, {**metrics, **balance_metrics}
 
     def reference_logps(self, model: torch.nn.Module, batch: CompletionBatch) -> Tensor:
         """Log-probabilities `(P, 2, Tc)` under the reference: those that the rows carry, or computed.

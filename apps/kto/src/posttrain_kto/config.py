@@ -1,9 +1,9 @@
 """Options of Kahneman-Tversky optimisation."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from posttrain_losses import preference
-from posttrain_trainer.facade import one_of
 from posttrain_trainer.preference import PreferenceConfig
 
 LOSSES = {"kto": preference.kto_loss, "apo_zero_unpaired": preference.apo_zero_unpaired}
@@ -25,7 +25,7 @@ class KTOConfig(PreferenceConfig):
         ValueError: an option has a value that cannot be meant; the message names the option and what to write.
     """
 
-    loss_type: str = field(
+    loss_type: Literal["kto", "apo_zero_unpaired"] = field(
         default="kto", metadata={"help": "kto, or apo_zero_unpaired, which has no KL term: half the forward passes."}
     )
     desirable_weight: float = field(default=1.0, metadata={"help": "Weight of the rows that are labelled good."})
@@ -34,7 +34,6 @@ class KTOConfig(PreferenceConfig):
     def __post_init__(self) -> None:
         """Refuse what cannot be meant, before anything is loaded."""
         super().__post_init__()
-        one_of("loss_type", self.loss_type, tuple(LOSSES))
         for name in ("desirable_weight", "undesirable_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: write a weight that is not negative.")

@@ -13,6 +13,7 @@ from posttrain_losses.preference import kto_loss
 from posttrain_models import completion_logps, score_completions
 from posttrain_models.references import Reference
 from posttrain_trainer import Anchor
+from posttrain_trainer.facade import balancing_term
 from posttrain_trainer.preference import carried_or_computed, real, scored
 from posttrain_trainer.ranks import Ranks
 from torch import Tensor
@@ -197,12 +198,8 @@ class KTO:
             metrics[f"logps/{name}"] = Mean.of(logps, which)
             if scores.mean_logit is not None:  # models that cap their logits have none
                 metrics[f"logits/{name}"] = Mean.of(scores.mean_logit, mask & which[:, None, None])
-        if self.router_aux_loss_coef:
-            if scores.aux_loss is None:
-                raise ValueError("this model computes no load-balancing loss: set router_aux_loss_coef=0.")
-            sums["aux_loss"] = self.router_aux_loss_coef * scores.aux_loss
-            metrics["aux_loss"] = Mean.of(scores.aux_loss)
-        return sums, metrics
+        balance, balance_metrics = balancing_term(self.router_aux_loss_coef, scores.aux_loss)
+        return {**sums, **balance}, {**metrics, **balance_metrics}
 
     def _own_ratios(
         self, model: torch.nn.Module, batch: CompletionBatch, logps: Tensor, mask: Tensor

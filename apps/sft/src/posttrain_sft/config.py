@@ -3,14 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from posttrain_trainer import TrainingConfig
-from posttrain_trainer.facade import mapping_option, one_of
-
-LOSS_TYPES = ("nll", "dft")
+from posttrain_trainer.facade import MethodConfig, mapping_option
 
 
 @dataclass
-class SFTConfig(TrainingConfig):
+class SFTConfig(MethodConfig):
     """Options of `SFTTrainer`: those of supervised fine-tuning, and every option of `transformers.TrainingArguments`.
 
     Example:
@@ -25,13 +22,6 @@ class SFTConfig(TrainingConfig):
     learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate of the optimiser."})
 
     # Model
-    model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={"help": "Arguments of `from_pretrained` (a mapping or its JSON), for a model given by name."},
-    )
-    trust_remote_code: bool = field(
-        default=False, metadata={"help": "Run model or tokenizer code that a repository brings along."}
-    )
     router_aux_loss_coef: float | None = field(
         default=None,
         metadata={
@@ -54,7 +44,6 @@ class SFTConfig(TrainingConfig):
             "help": 'Only {"skip_prepare_dataset": true}: the rows are tokenised already, take them as they are.'
         },
     )
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the rows."})
     max_length: int | None = field(
         default=1024,
         metadata={"help": "Longest row in tokens; longer ones are cut. With packing, the length of a packed row."},
@@ -85,39 +74,22 @@ class SFTConfig(TrainingConfig):
         },
     )
     eval_packing: bool | None = field(default=None, metadata={"help": "Pack evaluation rows; none: as packing says."})
-    padding_free: bool | None = field(
-        default=None,
-        metadata={"help": "Compute no padding token; none does so wherever the model honours sequence boundaries."},
-    )
 
     # Loss
     loss_type: Literal["nll", "dft"] = field(
         default="nll",
         metadata={"help": "nll: cross-entropy; dft: dynamic fine-tuning, each token weighed by its own probability."},
     )
-    pad_token: str | None = field(default=None, metadata={"help": "Refused: set `pad_token` on the tokenizer instead."})
 
     def __post_init__(self):
         """Refuse what cannot be meant, before anything is loaded."""
         if self.loss_type == "chunked_nll":
             raise ValueError("loss_type='chunked_nll' is now simply 'nll': the head never keeps full logits.")
         super().__post_init__()
-        self.model_init_kwargs = mapping_option("model_init_kwargs", self.model_init_kwargs)
         self.dataset_kwargs = mapping_option("dataset_kwargs", self.dataset_kwargs)
         unknown = set(self.dataset_kwargs or {}) - {"skip_prepare_dataset"}
         if unknown:
             raise ValueError(f"dataset_kwargs has {sorted(unknown)}; only 'skip_prepare_dataset' is understood.")
-        for name, allowed in (
-            ("loss_type", LOSS_TYPES),
-            ("packing_strategy", ("bfd", "bfd_split", "wrapped")),
-            ("truncation_mode", ("keep_start", "keep_end")),
-            ("train_on", ("all", "last")),
-        ):
-            one_of(name, getattr(self, name), allowed)
-        if self.pad_token is not None:
-            raise ValueError("pad_token is not an option: set `tokenizer.pad_token` and pass it as processing_class.")
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length must be at least 2 tokens, or none for no limit; got {self.max_length}.")
         if (self.packing or self.eval_packing) and self.max_length is None:
             raise ValueError("packing needs max_length: the length of a packed row in tokens.")
         if self.train_on == "last" and not self.assistant_only_loss:

@@ -6,6 +6,7 @@ import torch
 from posttrain_collators import TokenBatch
 from posttrain_losses import Mean
 from posttrain_models import weighted_logp_sum
+from posttrain_trainer.facade import balancing_term
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,8 @@ class SFT:
             "entropy": Mean.of(result.scores.entropy, batch.loss_mask),
             "mean_token_accuracy": Mean.of(result.scores.top1, batch.loss_mask),
         }
-        if self.router_aux_loss_coef:
-            if result.aux_loss is None:
-                raise ValueError("this model computes no load-balancing loss: set router_aux_loss_coef=0.")
-            sums["aux_loss"] = self.router_aux_loss_coef * result.aux_loss
-            metrics["aux_loss"] = Mean.of(result.aux_loss)
-        return sums, metrics
+        balance, balance_metrics = balancing_term(self.router_aux_loss_coef, result.aux_loss)
+        return {**sums, **balance}, {**metrics, **balance_metrics}
 
     def predict(self, model: torch.nn.Module, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Full logits `(B, T, V)` and labels `(B, T)` (-100 where nothing is a target), for `compute_metrics` alone.

@@ -5,12 +5,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from posttrain_devices import device_spec
+from posttrain_losses import Mean
 from posttrain_models import (
     LoadOptions,
     LoraOptions,
@@ -26,11 +27,40 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 from transformers.utils import logging as transformers_logging
 
 from posttrain_trainer.checks import check_objects
-from posttrain_trainer.config import checkpointing
+from posttrain_trainer.config import TrainingConfig, checkpointing
 from posttrain_trainer.plan import ShapePlan, resolve_completion_shapes
 from posttrain_trainer.sources import completion_lengths
 
 logger = logging.getLogger("posttrain")
+
+
+@dataclass
+class MethodConfig(TrainingConfig):
+    """Options that the configs of all apps share, and every option of `transformers.TrainingArguments`."""
+
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Arguments of `from_pretrained` (a mapping or its JSON), for a model given by name."},
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata={"help": "Run model or tokenizer code that a repository brings along."}
+    )
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the rows."})
+    max_length: int | None = field(default=1024, metadata={"help": "Longest row in tokens."})
+    padding_free: bool | None = field(
+        default=None,
+        metadata={"help": "Compute no padding token; none does so wherever the model honours sequence boundaries."},
+    )
+    pad_token: str | None = field(default=None, metadata={"help": "Refused: set `pad_token` on the tokenizer instead."})
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant, before anything is loaded."""
+        super().__post_init__()
+        self.model_init_kwargs = mapping_option("model_init_kwargs", self.model_init_kwargs)
+        if self.pad_token is not None:
+            raise ValueError("pad_token is not an option: set `tokenizer.pad_token` and pass it as processing_class.")
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"max_length must be at least 2 tokens, or none for no limit; got {self.max_length}.")
 
 
 def resolve_args(args: TrainingArguments | None, config_class: type, model: Any, suffix: str) -> Any:
@@ -121,16 +151,6 @@ def mapping_option(name: str, value: Any) -> dict[str, Any] | None:
     if value is not None and not isinstance(value, dict):
         raise ValueError(f"{name} must be a mapping; got {value!r}.")
     return value
-
-
-def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Refuse a value that an option does not have.
-
-    Raises:
-        ValueError: Naming the option and its values.
-    """
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 
 def show_messages() -> None:
@@ -393,6 +413,25 @@ def balancing_coefficient(model: nn.Module, wanted: float | None) -> float:
     coefficient = own if wanted is None else wanted
     config.output_router_logits = coefficient > 0
     return coefficient
+
+
+def balancing_term(
+    coefficient: float, aux_loss: torch.Tensor | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Mean]]:
+    """The load-balancing loss of a micro-batch, as sums and metrics of a method; nothing at a coefficient of 0.
+
+    Args:
+        coefficient: Its weight.
+        aux_loss: What the model computed.
+
+    Raises:
+        ValueError: The model computes none.
+    """
+    if not coefficient:
+        return {}, {}
+    if aux_loss is None:
+        raise ValueError("this model computes no load-balancing loss: set router_aux_loss_coef=0.")
+    return {"aux_loss": coefficient * aux_loss}, {"aux_loss": Mean.of(aux_loss)}
 
 
 def _tokenizer_source(name: str) -> str:

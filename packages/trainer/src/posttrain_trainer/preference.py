@@ -14,15 +14,13 @@ from posttrain_models.references import FrozenModel, Reference, make_reference
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from posttrain_trainer.config import TrainingConfig
 from posttrain_trainer.facade import (
+    MethodConfig,
     balancing_coefficient,
     check_run,
     disable_dropout,
     inner_tokenizer,
     load_options,
-    mapping_option,
-    one_of,
     plan_completions,
     prepared_sets,
     resolve_args,
@@ -41,32 +39,24 @@ def _option(default: Any, help: str) -> Any:
 
 
 @dataclass
-class PreferenceConfig(TrainingConfig):
+class PreferenceConfig(MethodConfig):
     """Options that `DPOConfig` and `KTOConfig` share, and every option of `transformers.TrainingArguments`."""
 
     learning_rate: float = _option(1e-6, "Peak learning rate of the optimiser.")
 
     # Model
-    model_init_kwargs: dict[str, Any] | str | None = _option(
-        None, "Arguments of `from_pretrained` (a mapping or its JSON), for a model given by name."
-    )
-    trust_remote_code: bool = _option(False, "Run model or tokenizer code that a repository brings along.")
     router_aux_loss_coef: float | None = _option(
         None, "Weight of a mixture of experts' load-balancing loss; none takes the model's own, 0 turns it off."
     )
     disable_dropout: bool = _option(True, "Train without dropout, so that policy and reference are comparable.")
 
     # Data
-    dataset_num_proc: int | None = _option(None, "Processes that prepare the rows.")
     max_length: int | None = _option(
         1024,
         "Longest prompt with completion in tokens; longer ones are cut, rows whose prompt fills it dropped.",
     )
     truncation_mode: Literal["keep_start", "keep_end"] = _option(
         "keep_start", "Which end of a completion that is too long to keep."
-    )
-    padding_free: bool | None = _option(
-        None, "Compute no padding token; none does so wherever the model honours sequence boundaries."
     )
 
     # Loss and reference
@@ -80,17 +70,10 @@ class PreferenceConfig(TrainingConfig):
     sync_ref_model: bool = _option(False, "Move the reference towards the policy in mid-run (TR-DPO).")
     ref_model_mixup_alpha: float = _option(0.6, "Share of the policy in the reference when it is moved.")
     ref_model_sync_steps: int = _option(512, "Optimiser steps from one move to the next.")
-    pad_token: str | None = _option(None, "Refused: set `pad_token` on the tokenizer instead.")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant, before anything is loaded."""
         super().__post_init__()
-        self.model_init_kwargs = mapping_option("model_init_kwargs", self.model_init_kwargs)
-        one_of("truncation_mode", self.truncation_mode, ("keep_start", "keep_end"))
-        if self.pad_token is not None:
-            raise ValueError("pad_token is not an option: set `tokenizer.pad_token` and pass it as processing_class.")
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length must be at least 2 tokens, or none for no limit; got {self.max_length}.")
         if self.router_aux_loss_coef is not None and self.router_aux_loss_coef < 0:
             raise ValueError(f"router_aux_loss_coef must not be negative; got {self.router_aux_loss_coef}.")
         if not 0 < self.ref_model_mixup_alpha <= 1:
