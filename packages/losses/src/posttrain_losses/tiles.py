@@ -362,18 +362,23 @@ def score_with_gradients(
     grad_hidden = torch.empty(n, h, **new) if needs[0] else None
     grad_weight = torch.empty(v, h, **new) if needs[1] else None
     grad_bias = torch.zeros(v, **new) if needs[2] else None
+    # Where logits are linear in hidden, its gradient holds each expected logit: entropy needs no pass over the tile.
+    linear = entropy and needs[0] and bias is None and not how.softcap
+    heat = entropy and not linear
     pieces = []
     for r0, r1 in spans(n, rows):
         tile = product(operand[r0:r1], weight.t(), buffer[: r1 - r0])
-        blocks = spans(r1 - r0, block_rows(tile, entropy or bool(how.softcap)))
-        parts = [score_block(tile[i:j], shift, targets[r0 + i : r0 + j], how, entropy) for i, j in blocks]
+        blocks = spans(r1 - r0, block_rows(tile, heat or bool(how.softcap)))
+        parts = [score_block(tile[i:j], shift, targets[r0 + i : r0 + j], how, heat) for i, j in blocks]
         scores, total = merge(parts)
         factors = weigh(scores.logps, r0, r1)
-        pieces.append((*scores, factors))
         row = (factors * (-how.slope) / total).unsqueeze(1)
         if needs[0]:
             accumulate(grad_hidden[r0:r1], tile, weight, first=True)
+            if linear:
+                scores = scores._replace(entropy=linear_entropy(operand[r0:r1], grad_hidden[r0:r1], total, scores, how))
             grad_hidden[r0:r1].mul_(row)
+        pieces.append((*scores, factors))
         if needs[1]:
             accumulate(grad_weight, tile.t(), operand[r0:r1] * row, first=r0 == 0)
         if needs[2]:
@@ -382,6 +387,15 @@ def score_with_gradients(
     grad_hidden = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
     grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
     return Scores(*scores), factors, Gradients(grad_hidden, grad_weight, grad_bias)
+
+
+def linear_entropy(hidden: Tensor, grad: Tensor, total: Tensor, scores: Scores, how: Transform) -> Tensor:
+    """Entropies from `grad = sum_v e_v W_v - total W_target`: its product with `hidden` is `total * (E[z] - z_target)`.
+
+    As -log p of the target is log(normaliser) - its logit, entropy = -log p - slope * (E[z] - z_target); round-off could
+    make it fall below 0.
+    """
+    return (-how.slope * torch.linalg.vecdot(hidden, grad) / total - scores.logps).clamp_min_(0)
 
 
 def score_block(
