@@ -3,8 +3,8 @@
     uv run --group bench python tools/bench/compare.py METHOD [--json] [--check]
 
 Each run is a process of its own, in alternation (theirs, ours, theirs, ours), with the same rows in the same order,
-the same model, threads and optimiser; beside every run a further process measures the matrix-multiply rate of the
-machine. Whole steps are timed, from the end of one to the end of the next, so the first is never counted.
+the same model, threads and optimiser. Whole steps are timed, from the end of one to the end of the next, so the first
+is never counted; between them the process measures the machine's matrix-multiply rate.
 
 Both sides run in float32 without gradient checkpointing and with every other option at its default, except for what
 the table names. `BENCH_MODEL` names a model folder and `BENCH_ROWS` a JSONL file to use instead of the defaults.
@@ -15,7 +15,7 @@ With `--json` the last line holds, among others:
     memory_ratio   peak memory of the process (of the device on a GPU), ours over theirs
     peak_share     our model operations a second over the measured matrix-multiply rate in the same dtype.
                    Operations are those that the method needs, 6 x matmul parameters x real tokens and those of the
-                   reference: a prompt counted once for its completions, the head for tokens that are scored alone.
+                   reference: a prompt counted once a step, the head for tokens that are scored alone.
                    Recomputation and attention are not counted.
 
 Preference methods compute their reference within the timed steps, and both sides hold it. What prompts cost in each
@@ -107,8 +107,9 @@ def check_same_work(runs: dict[str, list[dict]], strict: bool) -> None:
 
 
 def summary(runs: list[dict], operations: int) -> dict:
-    """One side's runs in numbers: work a second over all timed steps, operations it needs a second, peak memory."""
+    """One side's runs in numbers: work a second over all timed steps, its share of the matmul peak, peak memory."""
     seconds = [s for run in runs for s in run["seconds"]]
+    possible = sum(s * rate for run in runs for s, rate in zip(run["seconds"], run["rates"], strict=True))
     head = runs[0]["head_parameters"]
     body = runs[0]["matmul_parameters"] - head
 
@@ -118,7 +119,8 @@ def summary(runs: list[dict], operations: int) -> dict:
     return {
         "per_second": timed("work") / sum(seconds),
         "per_second_by_run": [sum(run["work"][1:]) / sum(run["seconds"]) for run in runs],
-        "operations_per_second": operations * (body * timed("needed") + head * timed("scored")) / sum(seconds),
+        "peak_share": operations * (body * timed("needed") + head * timed("scored")) / possible,
+        "matmul_rates": [mean(run["rates"]) for run in runs],
         "steps_timed": len(seconds),
         "peak_bytes": max(run["peak_bytes"] for run in runs),
         "first_loss": runs[0]["losses"][0],
@@ -134,13 +136,9 @@ def measure(arguments: argparse.Namespace, show: bool) -> tuple[dict, dict[str, 
     default = "qwen3-0.6b-shape" if arguments.device == "cuda" else "smollm2-8-layers"
     model = named or child("models.py", default, threads=arguments.threads, show=show)
     specs = {library: specification(library, arguments, model) for library in (THEIRS, OURS)}
-    dtype = "bfloat16" if arguments.device == "cuda" else "float32"
     runs: dict[str, list[dict]] = {THEIRS: [], OURS: []}
-    rates = []
     for number in range(arguments.rounds):
         for library, spec in specs.items():
-            words = (dtype, str(arguments.threads), arguments.device)
-            rates.append(json.loads(child("gemm.py", *words, threads=arguments.threads, show=show))["rate"])
             print(f"round {number + 1} of {arguments.rounds}: {library}", file=sys.stderr, flush=True)
             line = child("train.py", json.dumps(spec), threads=arguments.threads, show=show)
             runs[library].append(json.loads(line))
@@ -148,20 +146,17 @@ def measure(arguments: argparse.Namespace, show: bool) -> tuple[dict, dict[str, 
     check_same_work(runs, strict=arguments.device == "cpu")
     workload = WORKLOADS[arguments.method]
     ours, theirs = (summary(runs[library], workload.operations) for library in (OURS, THEIRS))
-    rate, ratio = mean(rates), ours["per_second"] / theirs["per_second"]
     result = {
         "method": arguments.method,
         "device": arguments.device,
-        "dtype": dtype,
+        "dtype": "bfloat16" if arguments.device == "cuda" else "float32",
         "threads": arguments.threads,
         "model": named or default,
         "unit": workload.unit,
-        "speed_ratio": ratio,
+        "speed_ratio": ours["per_second"] / theirs["per_second"],
         "memory_ratio": ours["peak_bytes"] / theirs["peak_bytes"],
-        "peak_share": ours["operations_per_second"] / rate,
-        "their_peak_share": ours["operations_per_second"] / rate / ratio,
-        "matmul_rate": rate,
-        "matmul_rates": rates,
+        "peak_share": ours["peak_share"],
+        "their_peak_share": theirs["peak_share"],
         "tokens_per_step": runs[OURS][0]["sequences"],
         "ours": ours,
         "theirs": theirs,
@@ -194,6 +189,9 @@ def table(result: dict, specs: dict[str, dict]) -> str:
     def rows(side: dict) -> str:
         return ", ".join(f"{rate:.{digits - 1}f}" for rate in side["per_second_by_run"])
 
+    def rates(side: dict) -> str:
+        return ", ".join(f"{rate / 1e9:.0f}" for rate in side["matmul_rates"])
+
     return "\n".join(
         [
             line(result["method"], f"posttrain {ours['versions'][OURS]}", f"trl {theirs['versions'][THEIRS]}", "ratio"),
@@ -204,6 +202,7 @@ def table(result: dict, specs: dict[str, dict]) -> str:
                 f"{result['speed_ratio']:.2f}",
             ),
             line("  each run", rows(ours), rows(theirs)),
+            line("matmul GFLOP/s between", rates(ours), rates(theirs)),
             line(
                 "peak memory, GB",
                 f"{ours['peak_bytes'] / 1e9:.2f}",
@@ -215,7 +214,6 @@ def table(result: dict, specs: dict[str, dict]) -> str:
             line("steps timed", str(ours["steps_timed"]), str(theirs["steps_timed"])),
             "",
             f"{result['device']}, {result['dtype']}, {result['threads']} threads, model {result['model']}",
-            f"matmul GFLOP/s beside each run: {', '.join(f'{rate / 1e9:.0f}' for rate in result['matmul_rates'])}",
             f"real tokens of each step: {', '.join(map(str, result['tokens_per_step']))}",
             f"posttrain set: {differing(OURS)}",
             f"trl set:       {differing(THEIRS)}",
@@ -232,8 +230,8 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the methods and stop")
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: bfloat16, TRL at its best")
-    parser.add_argument("--steps", type=int, default=6, help="optimiser steps a run, the first of them untimed")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
+    parser.add_argument("--steps", type=int, default=5, help="optimiser steps a run, the first of them untimed")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
     parser.add_argument("--threads", type=int, default=cores(), help="CPU threads of every process")
     parser.add_argument("--check", action="store_true", help="leave with an error where a bar is missed (CPU)")
     parser.add_argument("--verbose", action="store_true", help="show what the runs print")

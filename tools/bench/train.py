@@ -23,18 +23,47 @@ from workloads import WORKLOADS, Workload, read_rows  # noqa: E402
 DISTRIBUTIONS = ("torch", "transformers", "accelerate", "datasets")
 
 
-class StepEnds(transformers.TrainerCallback):
-    """When each optimiser step ended: two neighbours enclose a whole step, its data and logging included."""
+class StepTimes(transformers.TrainerCallback):
+    """Time of each whole optimiser step but the first, from the end of one to that of the next.
 
-    def __init__(self, cuda: bool):
-        self.cuda = cuda
-        self.moments: list[float] = []
+    The machine's matrix-multiply rate is measured between steps, outside their time: what others do on the machine
+    then weighs on a step and on the rates before and after it alike.
+
+    Attributes:
+        seconds: of each step timed.
+        rates: operations a second, the mean of those before and after each step timed.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str):
+        self.dtype, self.device = dtype, device
+        self.seconds: list[float] = []
+        self.rates: list[float] = []
+        self.start: float | None = None
+        self.before = 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Note the time."""
-        if self.cuda:
+        """Note the time and the rate."""
+        if self.device == "cuda":
             torch.cuda.synchronize()
-        self.moments.append(time.perf_counter())
+        end = time.perf_counter()
+        after = matmul_rate(self.dtype, self.device)
+        if self.start is not None:
+            self.seconds.append(end - self.start)
+            self.rates.append((self.before + after) / 2)
+        self.before, self.start = after, time.perf_counter()
+
+
+def matmul_rate(dtype: torch.dtype, device: str) -> float:
+    """Operations a second of square matrix products, over about a quarter of a second on two cores."""
+    size, count = (8192, 40) if device == "cuda" else (2048, 4)
+    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = left @ right
+    start = time.perf_counter()
+    for _ in range(count):
+        torch.mm(left, right, out=out)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return 2 * size**3 * count / (time.perf_counter() - start)
 
 
 def matmul_parameters(model: torch.nn.Module) -> int:
@@ -62,23 +91,25 @@ COMPLETIONS = ("chosen_ids", "rejected_ids", "completion_ids")
 def step_work(workload: Workload, rows: Dataset, logged: list[int]) -> dict[str, list[int]]:
     """What each step had to do: `work` in the workload's unit, tokens of whole `sequences`, `needed` and `scored`.
 
-    Needed are the prompt's tokens once and those of its completions, scored those of the completions alone. Where
-    pairs are counted, all but `work` is read off the prepared rows of each step, and the log has to agree with it: it
-    counts a prompt once a row, or once a completion.
+    Needed are the tokens of each prompt once, whatever rows have it, and those of the completions, scored those of the
+    completions alone. Where pairs are counted, all but `work` is read off the prepared rows of each step, and the log
+    has to agree with it: it counts a prompt once a row, or once a completion.
     """
     if not workload.pairs:
         return {"work": logged, "sequences": logged, "needed": logged, "scored": logged}
     found: dict[str, list[int]] = {"work": [], "sequences": [], "needed": [], "scored": []}
     for step in range(len(logged)):
         held = [rows[i % len(rows)] for i in range(step * workload.batch, (step + 1) * workload.batch)]
-        prompts = [len(row.get("prompt_ids") or ()) for row in held]
+        prompts = [tuple(row.get("prompt_ids") or ()) for row in held]
         ends = [[len(row[name]) for name in COMPLETIONS if name in row] for row in held]
+        scored = sum(map(sum, ends))
+        sequences = scored + sum(len(p) * len(e) for p, e in zip(prompts, ends, strict=True))
         found["work"].append(workload.pairs)
-        found["scored"].append(sum(map(sum, ends)))
-        found["needed"].append(found["scored"][-1] + sum(prompts))
-        found["sequences"].append(found["scored"][-1] + sum(p * len(e) for p, e in zip(prompts, ends, strict=True)))
-        if logged[step] not in (found["needed"][-1], found["sequences"][-1]):
-            raise SystemExit(f"step {step + 1} logged {logged[step]} tokens, its rows hold {found['sequences'][-1]}")
+        found["scored"].append(scored)
+        found["needed"].append(scored + sum(map(len, set(prompts))))
+        found["sequences"].append(sequences)
+        if logged[step] not in (scored + sum(map(len, prompts)), sequences):
+            raise SystemExit(f"step {step + 1} logged {logged[step]} tokens, its rows hold {sequences}")
     return found
 
 
@@ -107,24 +138,25 @@ def main() -> None:
         tokenizer.pad_token = tokenizer.eos_token
     if workload.own_padding and tokenizer.pad_token == tokenizer.eos_token:
         tokenizer.pad_token = next(t for t in tokenizer.all_special_tokens if t != tokenizer.eos_token)
-    ends = StepEnds(cuda)
+    times = StepTimes(torch.bfloat16 if cuda else torch.float32, spec["device"])
     with tempfile.TemporaryDirectory(prefix="bench-") as output:
         trainer = getattr(library, workload.trainer)(
             model=load_model(),
             args=getattr(library, workload.config)(output_dir=output, **spec["settings"]),
             train_dataset=Dataset.from_list(read_rows(spec["method"], spec["rows"])),
             processing_class=tokenizer,
-            callbacks=[ends],
+            callbacks=[times],
             **workload.arguments(spec["library"], load_model),
         )
         trainer.train()
     history = trainer.state.log_history
     model = trainer.accelerator.unwrap_model(trainer.model)
-    work = step_work(workload, trainer.train_dataset, step_tokens(history, len(ends.moments)))
+    work = step_work(workload, trainer.train_dataset, step_tokens(history, len(times.seconds) + 1))
     print(
         json.dumps(
             {
-                "seconds": [b - a for a, b in zip(ends.moments, ends.moments[1:], strict=False)],
+                "seconds": times.seconds,
+                "rates": times.rates,
                 **work,
                 "losses": [entry["loss"] for entry in history if "loss" in entry],
                 "peak_bytes": torch.cuda.max_memory_allocated() if cuda else peak_resident(),

@@ -187,6 +187,28 @@ def test_shared_computes_every_prompt_once():
     assert build_completion_plan(model, batch, "shared", True).positions == 6 * (17 + 2 * 23)
 
 
+def test_shared_computes_equal_prompts_of_several_rows_once():
+    batch = batch_of(((12, (5, 3)), (2, (4, 0)), (12, (1, 7)), (0, (3, 2)), (12, (6, 6)), (2, (9, 1)), (11, (2, 2))))
+    prompts, mask = batch.prompts.clone(), batch.prompt_mask
+    prompts[2] = prompts[4] = prompts[0]
+    prompts[5] = prompts[1]
+    prompts[6, -11:] = prompts[0, -11:]  # a part of a prompt is another prompt
+    # What stands in padding is of no account.
+    prompts[4, ~mask[4]] = 7
+    batch = batch._replace(prompts=prompts)
+    for architecture in ("llama", "gemma3", "gpt_oss"):
+        model = tiny_model(architecture)
+        plan = build_completion_plan(model, batch, "shared", False)
+        assert plan.positions == 12 + 2 + 11 + int(batch.completion_mask.sum())
+        want = reference(exact_copy(model), batch)[0]
+        first = None
+        for _ in layouts_of(model):
+            scores, got = backward(model, batch)
+            torch.testing.assert_close(scores.logps.double(), want, rtol=0, atol=1e-5)
+            first = first or got
+            assert_gradients(got, first, 1e-6)
+
+
 def test_the_head_sees_the_completions_alone():
     model, batch = tiny_model("llama"), batch_of()
     for name in ("padded", "packed", "shared"):

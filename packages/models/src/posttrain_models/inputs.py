@@ -250,7 +250,8 @@ def build_completion_plan(base: Any, batch: CompletionBatch, layout: str, static
     """The call that scores the completions of `batch` under a layout, on the model's device.
 
     `padded` has one row per completion, its prompt in front; `packed` the tokens of those rows without padding;
-    `shared` every prompt once, followed by its completions.
+    `shared` every prompt once, followed by its completions. With static shapes those are the G of its own row, otherwise
+    those of all rows with an equal prompt.
     """
     _check(batch)
     device = input_device(base) if batch.completions.device.type == "cpu" else batch.completions.device
@@ -272,20 +273,27 @@ def build_completion_plan(base: Any, batch: CompletionBatch, layout: str, static
             "use_cache": False,
         }
     else:
-        real = grid.segments.reshape(-1) > 0
-        cells = real.nonzero().squeeze(1)
+        cells, slots, (lengths, keys) = grid.pack(_first_equal(batch) if shared else None)
         positions = len(cells)
         if not positions:
             raise ValueError("batch has no token: every mask is False")
-        lengths, keys = grid.lengths(shared)
         ids, position_ids = grid.ids.reshape(-1)[cells], grid.position_ids.reshape(-1)[cells]
         kwargs = _one_row(ids, position_ids, lengths, keys, device)
-        slots = (real.cumsum(0) - 1).clamp(min=0)
         index, last = slots[index], slots[last]
     targets = batch.completions.reshape(-1)[places]
     index, last, places = index.to(device), last.to(device), places.to(device)
     plan = CompletionPlan(kwargs, targets.to(device), index, positions, places, grid.valid.to(device), last=last)
     return _anchor(plan)
+
+
+def _first_equal(batch: CompletionBatch) -> Tensor:
+    """For each row `(P,)` the first one that has its prompt."""
+    prompts = torch.where(batch.prompt_mask, batch.prompts, -1)
+    rows = torch.arange(len(prompts), device=prompts.device)
+    if not prompts.numel():
+        return rows
+    same = prompts.unique(dim=0, return_inverse=True)[1]
+    return torch.zeros_like(rows).scatter_reduce(0, same, rows, "amin", include_self=False)[same]
 
 
 def _check(batch: CompletionBatch) -> None:
@@ -326,15 +334,36 @@ class _Grid:
     before: Tensor  # (P, G, Tc): the cell that predicts each token of a completion
     last: Tensor  # (P * G,): the cell of a completion's last token
     valid: Tensor  # (P, G, Tc)
+    prompt_width: int  # Tp
     prompt_lengths: Tensor  # (P,)
     completion_lengths: Tensor  # (P, G)
 
-    def lengths(self, shared: bool) -> tuple[list[int], list[int]]:
-        """How many tokens every segment that has any has, and how many keys its last token sees."""
+    def pack(self, first: Tensor | None) -> tuple[Tensor, Tensor, tuple[list[int], list[int]]]:
+        """The cells that hold a token in the order of one row, where each cell went, and the row's segments.
+
+        Given the `first (R,)` row with the prompt of each, in a shared grid, rows of one prompt follow the first of them
+        and find the prompt there. Of each segment that has tokens there are its number and that of the keys that its
+        last token sees.
+        """
+        R, W = self.ids.shape
+        real, rows = self.segments > 0, torch.arange(R, device=self.ids.device)
         prompts, completions = self.prompt_lengths[:, None], self.completion_lengths
-        own = torch.cat([prompts, completions], 1) if shared else prompts + completions
-        keys = torch.cat([prompts, prompts + completions], 1) if shared else own
-        return own[own > 0].tolist(), keys[own > 0].tolist()
+        if first is None:
+            order = rows
+            own = keys = prompts + completions
+        else:
+            order, repeated = first.argsort(stable=True), first != rows
+            own, keys = torch.cat([prompts, completions], 1), torch.cat([prompts, prompts + completions], 1)
+            own[repeated, 0] = 0
+            own, keys = own[order], keys[order]
+            real = real.clone()
+            real[repeated, : self.prompt_width] = False
+        cells = (order[:, None] * W + torch.arange(W, device=order.device))[real[order]]
+        slots = torch.zeros_like(self.ids).view(-1).index_copy(0, cells, torch.arange(len(cells), device=cells.device))
+        if first is not None:
+            slots = slots.view(R, W)
+            slots[:, : self.prompt_width] = slots[first, : self.prompt_width]
+        return cells, slots.view(-1), (own[own > 0].tolist(), keys[own > 0].tolist())
 
 
 def _grid(prompts: Tensor, prompt_mask: Tensor, completions: Tensor, mask: Tensor, *, shared: bool) -> _Grid:
@@ -363,7 +392,7 @@ def _grid(prompts: Tensor, prompt_mask: Tensor, completions: Tensor, mask: Tenso
     before = torch.cat([end[..., None], first[..., None] + steps[:-1]], 2)
     last = torch.where(lengths > 0, first + lengths - 1, end).reshape(-1)
     valid = mask & ((prompt_lengths > 0)[:, None, None] | (steps > 0))
-    return _Grid(ids, segments, position_ids, before, last, valid, prompt_lengths, lengths)
+    return _Grid(ids, segments, position_ids, before, last, valid, Tp, prompt_lengths, lengths)
 
 
 def _static_completions(base: Any, grid: _Grid, completions: Tensor, shared: bool) -> CompletionPlan:
