@@ -256,6 +256,21 @@ def test_vocabulary_masked_by_minus_infinity():
     close(torch.autograd.grad((scores.logps * g + scores.entropy * e).sum(), leaves), expected)
 
 
+def test_an_impossible_target_of_no_weight_counts_for_nothing():
+    (hidden, weight), targets, _, _ = inputs(5, 12, 4)
+    bias = torch.zeros(12)
+    bias[11], targets[2] = float("-inf"), 11
+    targets[:2], targets[3:] = 3, 5
+    weights = torch.ones(5)
+    weights[2] = 0
+    result = weighted_logp_sum(hidden, weight, targets, weights, bias=bias)
+    assert result.scores.logps[2] == float("-inf")
+    kept = torch.tensor([0, 1, 3, 4])
+    fewer = weighted_logp_sum(hidden[kept], weight, targets[kept], weights[kept], bias=bias)
+    close([result.total], [fewer.total])
+    close(*(torch.autograd.grad(found.total, (hidden, weight)) for found in (result, fewer)))
+
+
 def test_huge_logits_neither_overflow_nor_lose_the_tail():
     hidden, weight = torch.tensor([[1.0], [1.0]]), torch.tensor([[1e4], [0.0], [-1e4]])
     scores = token_scores(hidden, weight, torch.tensor([0, 2]), entropy=True)

@@ -220,7 +220,9 @@ class _WeightedSum(torch.autograd.Function):
                 factors = weigh(scores.logps, 0, hidden.shape[0])
                 if any(needs):
                     grads = gradients(*head, scores, factors, None, needs, how)
-        return (factors * scores.logps).sum(), *scores[:3], *grads
+        # Not a product alone: 0 * -inf at a token of no weight is NaN.
+        total = torch.where(factors == 0, 0.0, factors * scores.logps).sum()
+        return total, *scores[:3], *grads
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
