@@ -331,12 +331,17 @@ def to_gradient(block: Tensor, bias: Tensor | None, tokens: Tokens, start: int, 
 
 
 def add_at_target(block: Tensor, targets: Tensor, start: int, value: Tensor) -> None:
-    """Adds to each row's target column, if the block has it.
+    """Adds to each row's target column, if the block has it."""
+    column, inside = pick(block, targets, start)
+    add_at(block, column, torch.where(inside, value, 0))
+
+
+def add_at(block: Tensor, column: Tensor, value: Tensor) -> None:
+    """Adds a value `(n,)` to one column `(n, 1)` of each row.
 
     A gather and a scatter of one column a row stay deterministic on every device, unlike scatter_add.
     """
-    column, inside = pick(block, targets, start)
-    block.scatter_(1, column, block.gather(1, column) + torch.where(inside, value, 0).unsqueeze(1))
+    block.scatter_(1, column, block.gather(1, column) + value.unsqueeze(1))
 
 
 def score_with_gradients(
@@ -368,9 +373,13 @@ def score_with_gradients(
     pieces = []
     for r0, r1 in spans(n, rows):
         tile = product(operand[r0:r1], weight.t(), buffer[: r1 - r0])
+        column, inside = pick(tile, targets[r0:r1], 0)
         blocks = spans(r1 - r0, block_rows(tile, heat or bool(how.softcap)))
-        parts = [score_block(tile[i:j], shift, targets[r0 + i : r0 + j], how, heat) for i, j in blocks]
-        scores, total = merge(parts)
+        picked, top, total, energy, curve = concatenate(
+            [score_block(tile[i:j], shift, column[i:j], how, heat) for i, j in blocks]
+        )
+        add_at(tile, column, torch.where(inside, -total if curve is None else -total * curve, 0))
+        scores = finish(torch.where(inside, picked, float("nan")), top, total, energy)
         factors = weigh(scores.logps, r0, r1)
         row = (factors * (-how.slope) / total).unsqueeze(1)
         if needs[0]:
@@ -392,30 +401,26 @@ def score_with_gradients(
 def linear_entropy(hidden: Tensor, grad: Tensor, total: Tensor, scores: Scores, how: Transform) -> Tensor:
     """Entropies from `grad = sum_v e_v W_v - total W_target`: its product with `hidden` is `total * (E[z] - z_target)`.
 
-    As -log p of the target is log(normaliser) - its logit, entropy = -log p - slope * (E[z] - z_target); round-off could
-    make it fall below 0.
+    As -log p of the target is log(normaliser) - its logit, entropy = -log p - slope * (E[z] - z_target); round-off
+    could make it fall below 0.
     """
     return (-how.slope * torch.linalg.vecdot(hidden, grad) / total - scores.logps).clamp_min_(0)
 
 
 def score_block(
-    block: Tensor, bias: Tensor | None, targets: Tensor, how: Transform, entropy: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Raw products of all V to `sum(e) (p - onehot)` in place; returns target logit, max, sum of e and of e log e."""
+    block: Tensor, bias: Tensor | None, column: Tensor, how: Transform, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Raw products of all V to the gradient of e = exp(logit - max) in place.
+
+    Returns the logit in `column`, max, sum of e, that of e log e if asked, and with a soft-cap its derivative there.
+    """
     curve = to_logits(block, bias, how, curve=True)
-    column, inside = pick(block, targets, 0)
-    picked = torch.where(inside, block.gather(1, column).squeeze(1), float("nan"))
-    top, total, energy = exponentiate(block, entropy)
-    add_at_target(block, targets, 0, -total)
-    if curve is not None:
-        block.mul_(curve)
-    return picked, top, total, energy
-
-
-def merge(parts: list[tuple]) -> tuple[Scores, Tensor]:
-    """Scores and sums of exp of the rows of all blocks."""
-    picked, top, total, energy = concatenate(parts)
-    return finish(picked, top, total, energy), total
+    picked = block.gather(1, column).squeeze(1)
+    sums = exponentiate(block, entropy)
+    if curve is None:
+        return picked, *sums, None
+    block.mul_(curve)
+    return picked, *sums, curve.gather(1, column).squeeze(1)
 
 
 def finish(picked: Tensor, top: Tensor, total: Tensor, energy: Tensor | None, squares: Tensor | None = None) -> Scores:
