@@ -1,6 +1,6 @@
 """Train a real chat model on real rows with any method, and check what comes out.
 
-    uv run python tools/real_data.py MODEL FILE [FILE ...] [--method sft] [--steps 40]
+    uv run python tools/real_data.py MODEL FILE [FILE ...] [--method sft] [--steps 24]
 
 For each file the command `posttrain METHOD` trains on it as it is, with a part held out, and the figure that the method
 is about must improve on that part: for `sft` the loss (once with LoRA and once in full), for `dpo` the share of pairs
@@ -61,7 +61,7 @@ RUNS = {
         Run("sft", True, "eval_loss", False, 0, {**COMMON, "learning_rate": 5e-4}),
         Run("sft", False, "eval_loss", False, 0, {**COMMON, "learning_rate": 2e-5}),
     ),
-    "dpo": (Run("dpo", True, "eval_rewards/accuracies", True, 0.5, {**PAIRS, "learning_rate": 1e-4}),),
+    "dpo": (Run("dpo", True, "eval_rewards/accuracies", True, 0.5, {**PAIRS, "learning_rate": 2e-5}),),
     "kto": (Run("kto", True, "eval_rewards/margins", True, 0, {**PAIRS, "learning_rate": 1e-4}),),
     "reward": (Run("reward", True, "eval_accuracy", True, 0.6, {**PAIRS, "learning_rate": 3e-4}),),
 }
@@ -151,7 +151,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("files", nargs="+")
     parser.add_argument("--method", choices=RUNS, default="sft")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=24)
     arguments = parser.parse_args()
     runs = [(run, file) for file in arguments.files for run in RUNS[arguments.method]]
     return 0 if all([check(run, arguments.model, file, arguments.steps) for run, file in runs]) else 1
