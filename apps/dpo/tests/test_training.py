@@ -302,7 +302,7 @@ def test_on_a_device_with_static_shapes_every_forward_has_a_planned_shape(tokeni
     options = {"extras": {"ref_model": tiny_model("llama", vocab_size=len(tokenizer), seed=1)}}
     free = trainer(pairs(7), tokenizer, per_device_train_batch_size=8, **options)
     free.train()
-    monkeypatch.setattr("posttrain_trainer.facade.device_spec", lambda *_: spec)
+    monkeypatch.setattr("posttrain_app.shapes.device_spec", lambda *_: spec)
     made = trainer(pairs(7), tokenizer, gradient_accumulation_steps=2, **options)
     made.train()
     probe = 2  # rows of the batch with which the head is tried once

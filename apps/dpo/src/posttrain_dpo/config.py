@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from posttrain_app.preference import PreferenceConfig
 from posttrain_losses import preference
-from posttrain_trainer.preference import PreferenceConfig
 
 DIVERGENCES = {
     "reverse_kl": preference.reverse_kl,

@@ -6,13 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from posttrain_app.methods import balancing_term, carried_or_computed, real, real_of, scored
 from posttrain_collators import CompletionBatch
 from posttrain_losses import Mean
 from posttrain_losses.preference import Pairs, length_desensitised_sum, sft, sigmoid, simpo, wpo_weights
 from posttrain_models import score_completions
 from posttrain_models.references import Reference
-from posttrain_trainer.facade import balancing_term
-from posttrain_trainer.preference import carried_or_computed, real, real_of, scored
 from torch import Tensor
 
 WITHOUT_REFERENCE = (sft, simpo)

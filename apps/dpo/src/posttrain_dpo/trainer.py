@@ -1,17 +1,12 @@
 """`DPOTrainer`: preference pairs in, a model that prefers what was preferred out."""
 
-import logging
-from typing import Any
-
+from posttrain_app.preference import PreferenceTrainer
 from posttrain_collators import PreferenceCollator
-from posttrain_data import PreferenceDataOptions, prepare_preferences, terminators
+from posttrain_data import prepare_preferences
 from posttrain_trainer import ShapePlan
-from posttrain_trainer.preference import PreferenceTrainer
 
 from posttrain_dpo.config import DPOConfig
 from posttrain_dpo.method import DPO
-
-logger = logging.getLogger("posttrain")
 
 
 class DPOTrainer(PreferenceTrainer):
@@ -53,40 +48,17 @@ class DPOTrainer(PreferenceTrainer):
     """
 
     config_class = DPOConfig
+    collator_class = PreferenceCollator
     num_completions = 2
-
-    def prepare_rows(self, dataset: Any, name: str) -> Any:
-        """Pairs as token ids; one line says what became of them."""
-        prepared = prepare_preferences(dataset, self.processing_class, data_options(self.args), name=name)
-        logger.info(str(prepared.report))
-        return prepared.dataset
-
-    def terminators(self, tokenizer: Any) -> list[int]:
-        """Tokens that end a turn."""
-        return terminators(tokenizer)
-
-    def make_collator(self, plan: ShapePlan, pad_id: int) -> PreferenceCollator:
-        """What makes a batch of prepared pairs."""
-        return PreferenceCollator(plan.prompt_padding(pad_id), plan.padding(pad_id))
+    read_rows = staticmethod(prepare_preferences)
 
     def make_method(self, plan: ShapePlan, coefficient: float) -> DPO:
         """The method that the options describe."""
-        return make_method(self.args, coefficient)
-
-
-def data_options(args: DPOConfig) -> PreferenceDataOptions:
-    """How the rows of a run are prepared."""
-    return PreferenceDataOptions(
-        max_length=args.max_length, truncation_mode=args.truncation_mode, num_proc=args.dataset_num_proc
-    )
-
-
-def make_method(args: DPOConfig, coefficient: float = 0.0) -> DPO:
-    """The method that the options describe."""
-    return DPO(
-        losses=args.losses(),
-        beta=args.beta,
-        ld_alpha=args.ld_alpha,
-        use_weighting=args.use_weighting,
-        router_aux_loss_coef=coefficient,
-    )
+        args = self.args
+        return DPO(
+            losses=args.losses(),
+            beta=args.beta,
+            ld_alpha=args.ld_alpha,
+            use_weighting=args.use_weighting,
+            router_aux_loss_coef=coefficient,
+        )

@@ -1,38 +1,14 @@
 """The `posttrain kto` command, described without importing what it runs."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
-from posttrain_cli import Command
+from posttrain_app.command import REPLACED_OF_PROMPTS, app_command
 from posttrain_launchers import run_command
 
-COMMAND = Command(
-    name="kto",
-    summary="Learning from completions labelled good or bad. Without arguments: a tiny model learns built-in rows.",
-    configs={
-        "kto": "posttrain_kto.config:KTOConfig",
-        "model": "posttrain_models:LoadOptions",
-        "lora": "posttrain_models:LoraOptions",
-        "data": "posttrain_data:DatasetOptions",
-    },
-    run="posttrain_kto.train:main",
-    plan="posttrain_kto.plan:main",
-    launcher="posttrain_launchers:LaunchOptions",
-    table=Path(__file__).with_name("options.json"),
-    replaced={
-        "max_prompt_length": "prompts are not cut: max_length limits a prompt with its completion",
-        "max_completion_length": "the option is max_length, for a prompt with its completion",
-        "use_liger_kernel": "the head never keeps full logits here; leave the flag out",
-    },
+COMMAND = app_command(
+    "kto",
+    "KTOConfig",
+    "Learning from completions labelled good or bad. Without arguments: a tiny model learns built-in rows.",
+    replaced=REPLACED_OF_PROMPTS,
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
-
-    Example:
-        >>> from posttrain_kto.command import main
-        >>> main(["--max_lenght", "512"])
-        2
-    """
-    return run_command(COMMAND, argv)
+main = partial(run_command, COMMAND)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from posttrain_app.preference import PreferenceConfig
 from posttrain_losses import preference
-from posttrain_trainer.preference import PreferenceConfig
 
 LOSSES = {"kto": preference.kto_loss, "apo_zero_unpaired": preference.apo_zero_unpaired}
 

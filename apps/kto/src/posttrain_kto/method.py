@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from posttrain_app.methods import balancing_term, carried_or_computed, real, scored
 from posttrain_collators import CompletionBatch
 from posttrain_losses import Mean, Metric
 from posttrain_losses.preference import kto_loss
 from posttrain_models import completion_logps, score_completions
 from posttrain_models.references import Reference
 from posttrain_trainer import Anchor
-from posttrain_trainer.facade import balancing_term
-from posttrain_trainer.preference import carried_or_computed, real, scored
 from posttrain_trainer.ranks import Ranks
 from torch import Tensor
 from torch.nn import functional

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from posttrain_app.methods import real
 from posttrain_collators import CompletionBatch
 from posttrain_trainer import Anchor
-from posttrain_trainer.preference import real
 from posttrain_trainer.ranks import Ranks
 
 

@@ -3,10 +3,11 @@
 import logging
 from typing import Any
 
+from posttrain_app.preference import PreferenceTrainer
+from posttrain_app.trainer import Use
 from posttrain_collators import FeedbackCollator
-from posttrain_data import PreferenceDataOptions, prepare_feedback, terminators
+from posttrain_data import Report, prepare_feedback
 from posttrain_trainer import ShapePlan
-from posttrain_trainer.preference import PreferenceTrainer
 
 from posttrain_kto.config import LOSSES, KTOConfig
 from posttrain_kto.method import KTO
@@ -53,23 +54,16 @@ class KTOTrainer(PreferenceTrainer):
     """
 
     config_class = KTOConfig
+    collator_class = FeedbackCollator
     num_completions = 1
+    read_rows = staticmethod(prepare_feedback)
 
-    def prepare_rows(self, dataset: Any, name: str) -> Any:
-        """Completions as token ids; one line says what became of them, another whether the weights balance them."""
-        prepared = prepare_feedback(dataset, self.processing_class, data_options(self.args), name=name)
-        logger.info(str(prepared.report))
-        if name == "train" and self.args.loss_type == "kto" and hasattr(prepared.dataset, "__len__"):
-            check_balance(prepared.dataset, self.args)
-        return prepared.dataset
-
-    def terminators(self, tokenizer: Any) -> list[int]:
-        """Tokens that end a turn."""
-        return terminators(tokenizer)
-
-    def make_collator(self, plan: ShapePlan, pad_id: int) -> FeedbackCollator:
-        """What makes a batch of prepared rows."""
-        return FeedbackCollator(plan.prompt_padding(pad_id), plan.padding(pad_id))
+    def prepare(self, dataset: Any, name: str, use: Use) -> tuple[Any, Report | None]:
+        """Completions as token ids; a line says whether the weights balance them."""
+        rows, report = super().prepare(dataset, name, use)
+        if use == "train" and self.args.loss_type == "kto" and hasattr(rows, "__len__"):
+            check_balance(rows, self.args)
+        return rows, report
 
     def make_method(self, plan: ShapePlan, coefficient: float) -> KTO:
         """The method that the options describe."""
@@ -82,13 +76,6 @@ class KTOTrainer(PreferenceTrainer):
             ranks=lambda: self.ranks,
             router_aux_loss_coef=coefficient,
         )
-
-
-def data_options(args: KTOConfig) -> PreferenceDataOptions:
-    """How the rows of a run are prepared."""
-    return PreferenceDataOptions(
-        max_length=args.max_length, truncation_mode=args.truncation_mode, num_proc=args.dataset_num_proc
-    )
 
 
 def check_balance(rows: Any, args: KTOConfig) -> None:

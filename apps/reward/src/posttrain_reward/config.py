@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from posttrain_trainer.facade import MethodConfig
+from posttrain_app.config import TemplateConfig
 
 
 @dataclass
-class RewardConfig(MethodConfig):
+class RewardConfig(TemplateConfig):
     """Options of `RewardTrainer`: those of reward modelling, and every option of `transformers.TrainingArguments`.
 
     Example:
@@ -21,13 +21,6 @@ class RewardConfig(MethodConfig):
     learning_rate: float = field(default=1e-4, metadata={"help": "Peak learning rate of the optimiser."})
 
     # Model
-    chat_template_path: str | None = field(
-        default=None,
-        metadata={"help": "A Jinja file, or a model folder or name, whose chat template (and its tokens) to use."},
-    )
-    eos_token: str | None = field(
-        default=None, metadata={"help": "Token that ends text rows and turns; none takes the tokenizer's."}
-    )
     disable_dropout: bool = field(default=True, metadata={"help": "Train without the model's dropout."})
 
     # Data

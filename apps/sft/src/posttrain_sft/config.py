@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from posttrain_trainer.facade import MethodConfig, mapping_option
+from posttrain_app.config import LanguageConfig, TemplateConfig, mapping_option
 
 
 @dataclass
-class SFTConfig(MethodConfig):
+class SFTConfig(LanguageConfig, TemplateConfig):
     """Options of `SFTTrainer`: those of supervised fine-tuning, and every option of `transformers.TrainingArguments`.
 
     Example:
@@ -20,21 +20,6 @@ class SFTConfig(MethodConfig):
     """
 
     learning_rate: float = field(default=2e-5, metadata={"help": "Peak learning rate of the optimiser."})
-
-    # Model
-    router_aux_loss_coef: float | None = field(
-        default=None,
-        metadata={
-            "help": "Weight of a mixture of experts' load-balancing loss; none takes the model's own, 0 turns it off."
-        },
-    )
-    chat_template_path: str | None = field(
-        default=None,
-        metadata={"help": "A Jinja file, or a model folder or name, whose chat template (and its tokens) to use."},
-    )
-    eos_token: str | None = field(
-        default=None, metadata={"help": "Token that ends text rows and turns; none takes the tokenizer's."}
-    )
 
     # Data
     dataset_text_field: str = field(default="text", metadata={"help": "Column that holds the text of plain-text rows."})
@@ -94,7 +79,3 @@ class SFTConfig(MethodConfig):
             raise ValueError("packing needs max_length: the length of a packed row in tokens.")
         if self.train_on == "last" and not self.assistant_only_loss:
             raise ValueError("train_on='last' chooses among assistant turns: set assistant_only_loss=True too.")
-        if self.router_aux_loss_coef is not None and self.router_aux_loss_coef < 0:
-            raise ValueError(f"router_aux_loss_coef must not be negative; got {self.router_aux_loss_coef}.")
-        if self.label_smoothing_factor:
-            raise ValueError("label_smoothing_factor is not offered: it needs the full logits of every token.")

@@ -3,13 +3,8 @@
 from typing import Any
 
 import torch
-from posttrain_data import tiny_tokenizer
-from posttrain_models import tiny_model, unwrap
-from posttrain_trainer.commands import demonstration
-from transformers import set_seed
-
-from posttrain_sft.config import SFTConfig
-from posttrain_sft.trainer import SFTTrainer
+from posttrain_app.demo import Demonstration
+from posttrain_models import unwrap
 
 QUESTION = "What is the capital of France?"
 
@@ -32,17 +27,6 @@ CAPITALS = {
     "Spain": "Madrid",
 }
 
-# What suits a model of this size; each takes effect where the command line left the option at its default.
-SETTINGS: dict[str, Any] = {
-    "learning_rate": 3e-3,
-    "max_steps": 40,
-    "logging_steps": 10,
-    "lr_scheduler_type": "constant",
-    "assistant_only_loss": True,
-    "save_strategy": "no",
-    "report_to": "none",
-}
-
 
 def rows() -> list[dict]:
     """Sixteen one-turn conversations about capitals.
@@ -62,30 +46,9 @@ def rows() -> list[dict]:
     ]
 
 
-def run(config: SFTConfig) -> int:
-    """Train on `rows` and print the loss, and one completion from before and after."""
-    with demonstration(config, SETTINGS) as config:
-        return _run(config)
-
-
-def _run(config: SFTConfig) -> int:
-    set_seed(config.seed)
-    tokenizer = tiny_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256)
-    trainer = SFTTrainer(model=model, args=config, train_dataset=rows(), processing_class=tokenizer)
-    before = complete(trainer.model, tokenizer)
-    trainer.train()
-    after = complete(trainer.model, tokenizer)
-    if trainer.is_world_process_zero():
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        print(f"\nloss    {' -> '.join(f'{loss:.3f}' for loss in losses)}")
-        print(f"asked   {QUESTION}\nbefore  {before!r}\nafter   {after!r}", flush=True)
-    return 0
-
-
-def complete(model: Any, tokenizer: Any) -> str:
+def answer(trainer: Any) -> str:
     """The likeliest answer to `QUESTION`."""
-    model = unwrap(model)
+    model, tokenizer = unwrap(trainer.model), trainer.processing_class
     messages = [{"role": "user", "content": QUESTION}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     prompt = {name: prompt[name].to(model.device) for name in ("input_ids", "attention_mask")}
@@ -95,3 +58,11 @@ def complete(model: Any, tokenizer: Any) -> str:
         output = model.generate(**prompt, max_new_tokens=40, do_sample=False)
     model.train(training)
     return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+DEMONSTRATION = Demonstration(
+    rows=rows(),
+    settings={"learning_rate": 3e-3, "max_steps": 40, "logging_steps": 10, "assistant_only_loss": True},
+    look=answer,
+    compare=lambda before, after: {"asked": QUESTION, "before": repr(before), "after": repr(after)},
+)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import torch
+from posttrain_app.methods import balancing_term
 from posttrain_collators import TokenBatch
 from posttrain_losses import Mean
 from posttrain_models import weighted_logp_sum
-from posttrain_trainer.facade import balancing_term
 
 
 @dataclass(frozen=True)

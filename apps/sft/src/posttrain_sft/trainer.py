@@ -1,36 +1,23 @@
 """`SFTTrainer`: rows in, a fine-tuned model out."""
 
-import logging
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import random
+from collections.abc import Callable
 from typing import Any
 
-import torch
+from posttrain_app.describe import mark_targets
+from posttrain_app.loading import inner_tokenizer
+from posttrain_app.shapes import plan_rows
+from posttrain_app.trainer import AppTrainer, Use
 from posttrain_collators import TokenCollator
-from posttrain_data import SFTDataOptions, clone_chat_template, prepare_sft, terminators
-from posttrain_devices import device_spec
-from posttrain_models import choose_layout, fit_tokens, unwrap
-from posttrain_trainer import ShapePlan, Trainer, resolve_shapes
-from posttrain_trainer.facade import (
-    balancing_coefficient,
-    check_run,
-    inner_tokenizer,
-    load_options,
-    prepared_sets,
-    resolve_args,
-    resolve_model,
-    resolve_tokenizer,
-    sketch,
-)
+from posttrain_data import Report, SFTDataOptions, prepare_sft
+from posttrain_trainer import ShapePlan
+from torch import nn
 
-from posttrain_sft.checks import check_tokenised, eval_packing
 from posttrain_sft.config import SFTConfig
 from posttrain_sft.method import SFT
 
-logger = logging.getLogger("posttrain")
 
-
-class SFTTrainer(Trainer):
+class SFTTrainer(AppTrainer):
     """Supervised fine-tuning of a language model.
 
     Args:
@@ -68,173 +55,95 @@ class SFTTrainer(Trainer):
         SFT(dft=False, router_aux_loss_coef=0.0)
     """
 
+    config_class = SFTConfig
+    formatting_func: Callable | None = None
+
     def __init__(
         self,
         model: Any,
         args: Any = None,
         data_collator: Callable | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
+        *,
         compute_loss_func: Callable | None = None,
-        compute_metrics: Callable | None = None,
-        callbacks: list | None = None,
-        optimizers: tuple = (None, None),
-        optimizer_cls_and_kwargs: tuple | None = None,
-        preprocess_logits_for_metrics: Callable | None = None,
-        quantization_config: Any = None,
-        peft_config: Any = None,
         formatting_func: Callable | None = None,
-    ):
-        args = resolve_args(args, SFTConfig, model, "SFT")
+        **others: Any,
+    ) -> None:
         if compute_loss_func is not None:
             raise ValueError("compute_loss_func is not offered: write a method, see docs/custom-method.md.")
-        check_run(args, train_dataset, eval_dataset)
-        if compute_metrics is not None and eval_packing(args):
+        self.formatting_func = formatting_func
+        super().__init__(model, args, data_collator, **others)
+
+    def check(self, train_dataset: Any, compute_metrics: Callable | None, peft_config: Any) -> None:
+        """Refuse metrics of packed rows."""
+        if compute_metrics is not None and self._packing("evaluate"):
             raise ValueError("compute_metrics needs rows as they are: set eval_packing=False.")
-        processing_class, added = make_tokenizer(model, args, processing_class)
-        tokenizer = inner_tokenizer(processing_class)
-        self._data_options = data_options(args, formatting_func)
-        self._skip_preparation = bool((args.dataset_kwargs or {}).get("skip_prepare_dataset"))
-        if args.shuffle_dataset:
-            train_dataset = _shuffled(train_dataset, args.seed)
-        train_dataset = self._prepared(train_dataset, processing_class, self._data_options, "train")
-        eval_dataset = self._prepared_eval(eval_dataset, processing_class, args)
 
-        options = load_options(model, args)
-        demanding = args.packing or args.padding_free or args.max_shapes or args.router_aux_loss_coef
-        cut = sketch(options, args) if options is not None and demanding else None
-        if cut is not None:
-            balancing_coefficient(cut, args.router_aux_loss_coef)
-            plan_shapes(cut, args, train_dataset, eval_dataset)
-        model = resolve_model(
-            model,
-            args,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            fit=lambda loaded: fit_tokens(loaded, tokenizer, terminators(tokenizer)),
+    def prepare(self, dataset: Any, name: str, use: Use) -> tuple[Any, Report | None]:
+        """Rows as token ids with their targets, packed where the options say so."""
+        args = self.args
+        if use == "train" and args.shuffle_dataset:
+            dataset = _shuffled(dataset, args.seed)
+        if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            return check_tokenised(dataset, name), None
+        options = SFTDataOptions(
+            max_length=args.max_length,
+            truncation_mode=args.truncation_mode,
+            completion_only=args.completion_only_loss,
+            assistant_only=args.assistant_only_loss,
+            train_on=args.train_on,
+            text_field=args.dataset_text_field,
+            packing=self._packing(use),
+            packing_strategy=args.packing_strategy,
+            num_proc=args.dataset_num_proc,
+            formatting_func=self.formatting_func,
         )
-        if added and not unwrap(model).get_input_embeddings().weight.requires_grad:
-            logger.warning(
-                "chat_template_path brought %d tokens whose embeddings the adapter leaves as they are: train them with "
-                "lora_modules_to_save embed_tokens lm_head",
-                len(added),
+        return prepare_sft(dataset, self.processing_class, options, name=name)
+
+    def _packing(self, use: Use) -> bool:
+        """Whether rows are packed; a prediction is of one row."""
+        args = self.args
+        return use != "predict" and (args.packing if use == "train" or args.eval_packing is None else args.eval_packing)
+
+    def plan_shapes(self, model: nn.Module, *datasets: Any) -> ShapePlan:
+        """The layout and widths of a run on rows of tokens."""
+        return plan_rows(model, self.args, *datasets)
+
+    def make_collator(self, plan: ShapePlan, pad_id: int) -> TokenCollator:
+        """What makes a batch of prepared rows, in the widths of the plan."""
+        return TokenCollator(plan.padding(pad_id))
+
+    def make_method(self, plan: ShapePlan, coefficient: float) -> SFT:
+        """The method that the options describe."""
+        return SFT(dft=self.args.loss_type == "dft", router_aux_loss_coef=coefficient)
+
+    def show_row(self, number: int, row: Any) -> str:
+        """A row with its targets marked."""
+        shown = mark_targets(inner_tokenizer(self.processing_class), row)
+        return f"row {number}: {len(row['input_ids'])} tokens, targets between guillemets\n{shown}"
+
+
+def check_tokenised(dataset: Any, name: str) -> Any:
+    """Rows that are taken as they are, if they can be.
+
+    Raises:
+        ValueError: Naming the data set and the column.
+    """
+    if hasattr(dataset, "__len__") and not len(dataset):
+        raise ValueError(f"{name}: the data set is empty: give at least one row.")
+    first = next(iter(dataset), None)
+    if first is None or first.get("input_ids") is None:
+        columns = ", ".join(map(repr, first or ()))
+        raise ValueError(f"{name}: row 0 has no 'input_ids' (columns: {columns}), which skip_prepare_dataset needs.")
+    for column in ("completion_mask", "assistant_masks"):
+        if first.get(column) is not None and first.get("loss_mask") is None and first.get("labels") is None:
+            raise ValueError(
+                f"{name}: column {column!r} is read by the preparation, which skip_prepare_dataset leaves out: "
+                "write 'labels' or 'loss_mask'."
             )
-        plan = plan_shapes(model, args, train_dataset, eval_dataset)
-        logger.info(str(plan))
-        super().__init__(
-            model=model,
-            method=SFT(
-                dft=args.loss_type == "dft",
-                router_aux_loss_coef=balancing_coefficient(unwrap(model), args.router_aux_loss_coef),
-            ),
-            args=args,
-            data_collator=data_collator or TokenCollator(plan.padding(tokenizer.pad_token_id)),
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            shape_plan=plan,
-        )
-
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict:
-        """Evaluate on the data set of the constructor, or on other rows, which are prepared in the same way."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._prepared_eval(eval_dataset, self.processing_class, self.args)
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-
-    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> Any:
-        """Logits, labels and metrics of rows, which are prepared as evaluation rows are."""
-        options = replace(self._data_options, packing=False)
-        rows = self._prepared(test_dataset, self.processing_class, options, metric_key_prefix)
-        return super().predict(rows, ignore_keys, metric_key_prefix)
-
-    def _prepared(self, dataset: Any, processing_class: Any, options: SFTDataOptions, name: str) -> Any:
-        if self._skip_preparation:
-            return check_tokenised(dataset, name)
-        prepared = prepare_sft(dataset, processing_class, options, name=name)
-        logger.info(str(prepared.report))
-        return prepared.dataset
-
-    def _prepared_eval(self, dataset: Any, processing_class: Any, args: SFTConfig) -> Any:
-        options = replace(self._data_options, packing=eval_packing(args))
-        return prepared_sets(dataset, lambda rows, name: self._prepared(rows, processing_class, options, name))
-
-
-def data_options(args: SFTConfig, formatting_func: Callable | None = None) -> SFTDataOptions:
-    """How the rows of a run are prepared."""
-    return SFTDataOptions(
-        max_length=args.max_length,
-        truncation_mode=args.truncation_mode,
-        completion_only=args.completion_only_loss,
-        assistant_only=args.assistant_only_loss,
-        train_on=args.train_on,
-        text_field=args.dataset_text_field,
-        packing=args.packing,
-        packing_strategy=args.packing_strategy,
-        num_proc=args.dataset_num_proc,
-        formatting_func=formatting_func,
-    )
-
-
-def make_tokenizer(model: Any, args: SFTConfig, processing_class: Any = None) -> tuple[Any, list[int]]:
-    """The tokenizer or processor of a run, with the chat template that the options name, and the tokens it added."""
-    processing_class = resolve_tokenizer(model, args, processing_class)
-    if args.chat_template_path is None:
-        return processing_class, []
-    return processing_class, clone_chat_template(None, inner_tokenizer(processing_class), args.chat_template_path)
+    return dataset
 
 
 def _shuffled(dataset: Any, seed: int) -> Any:
     if isinstance(dataset, list | tuple):
-        import random
-
         return random.Random(seed).sample(list(dataset), len(dataset))
     return dataset.shuffle(seed=seed)
-
-
-def plan_shapes(model: Any, args: SFTConfig, *datasets: Any) -> ShapePlan:
-    """The layout and widths of a run on prepared data sets, remembered on the model.
-
-    Args:
-        model: The model; its layout is probed.
-        args: The options.
-        datasets: Prepared rows, sets of them by name, or None; their lengths decide the widths.
-
-    Raises:
-        ValueError: Options contradict each other, or the model cannot do what they ask.
-    """
-    spec = device_spec(args.device)
-    wanted = {None: "auto", True: "packed", False: "padded"}[args.padding_free]
-    if args.packing and args.padding_free is False and not spec.static_shapes:
-        raise ValueError("packing=True keeps rows apart by computing no padding: leave padding_free=False out.")
-    if args.max_shapes is not None and args.padding_free is None and not args.packing:
-        wanted = "padded"
-    # Probed in the precision of training, which decides the attention kernel.
-    half = torch.bfloat16 if args.bf16 else torch.float16
-    with torch.autocast(args.device.type, half, enabled=bool(args.bf16 or args.fp16)):
-        layout = choose_layout(model, wanted, static_shapes=spec.static_shapes)
-    return resolve_shapes(
-        max_length=args.max_length,
-        batch_size=args.per_device_train_batch_size,
-        packing=args.packing,
-        padding_free=bool(args.padding_free),
-        pad_to_multiple_of=args.pad_to_multiple_of,
-        max_shapes=args.max_shapes,
-        layout=layout,
-        spec=spec,
-        lengths=_lengths(*datasets),
-    )
-
-
-def _lengths(*datasets: Any) -> Iterator[int] | None:
-    """Row lengths, read when they are needed; None where a stream has not told them."""
-    sets = [rows for data in datasets for rows in (data.values() if isinstance(data, dict) else [data])]
-    sets = [rows for rows in sets if rows is not None]
-    if not all(hasattr(rows, "__len__") for rows in sets):
-        return None
-    return (len(row["input_ids"]) for rows in sets for row in rows)

@@ -1,8 +1,4 @@
-"""One training loop for every post-training method.
-
-What the trainer of an app does around it (arguments, tokenizer, model; a reference; a description of the run) is in the
-modules `posttrain_trainer.facade`, `posttrain_trainer.preference` and `posttrain_trainer.describe`.
-"""
+"""One training loop for every post-training method."""
 
 from posttrain_trainer.callbacks import BEMACallback
 from posttrain_trainer.config import TrainingConfig

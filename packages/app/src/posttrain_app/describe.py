@@ -18,7 +18,7 @@ def describe_batches(args: Any, world_size: int, rows: int | None) -> str:
 
     Example:
         >>> from posttrain_trainer import TrainingConfig
-        >>> from posttrain_trainer.describe import describe_batches
+        >>> from posttrain_app.describe import describe_batches
         >>> args = TrainingConfig("out", use_cpu=True, gradient_accumulation_steps=2)
         >>> print(describe_batches(args, world_size=4, rows=100))
         batch: 8 rows a device x 2 accumulated x 4 devices = 64 rows a step; 100 rows, 2 steps an epoch, 6 steps in all
@@ -61,7 +61,7 @@ def describe_run(report: Any, args: Any, world_size: int, rows: Any, shapes: Any
     """What became of the rows, the batch equation, the shapes, and the memory: a line or more each.
 
     Args:
-        report: What preparing the rows said.
+        report: What preparing the rows said; None where they are taken as they are.
         args: The training arguments.
         world_size: Processes, one a device.
         rows: Prepared rows, or a stream of them.
@@ -72,7 +72,8 @@ def describe_run(report: Any, args: Any, world_size: int, rows: Any, shapes: Any
     parameters = [p.numel() for p in model.parameters()]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     batches = describe_batches(args, world_size, len(rows) if hasattr(rows, "__len__") else None)
-    return "\n".join([str(report), batches, str(shapes), describe_memory(sum(parameters), trained, weight_bytes)])
+    lines = [report, batches, shapes, describe_memory(sum(parameters), trained, weight_bytes)]
+    return "\n".join(str(line) for line in lines if line is not None)
 
 
 def mark_targets(tokenizer: Any, row: Any, limit: int = 600) -> str:
