@@ -63,6 +63,9 @@ class SFTTrainer(AppTrainer):
         model: Any,
         args: Any = None,
         data_collator: Callable | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
         *,
         compute_loss_func: Callable | None = None,
         formatting_func: Callable | None = None,
@@ -71,7 +74,7 @@ class SFTTrainer(AppTrainer):
         if compute_loss_func is not None:
             raise ValueError("compute_loss_func is not offered: write a method, see docs/custom-method.md.")
         self.formatting_func = formatting_func
-        super().__init__(model, args, data_collator, **others)
+        super().__init__(model, args, data_collator, train_dataset, eval_dataset, processing_class, **others)
 
     def check(self, train_dataset: Any, compute_metrics: Callable | None, peft_config: Any) -> None:
         """Refuse metrics of packed rows."""

@@ -119,19 +119,33 @@ class PreferenceTrainer(AppTrainer):
     and makes a method that is a dataclass with `needs_reference` and a `reference` that is still None.
 
     Args:
-        model: As `AppTrainer` takes it.
+        model: This and all but the next as `AppTrainer` takes it.
         ref_model: The reference, in any of these forms. By default what `model` is before training: with an adapter
             the model without it, otherwise a second copy.
         args: A `PreferenceConfig`; plain `TrainingArguments` and None take the defaults for the rest.
-        others: The other arguments of `AppTrainer`.
+        data_collator: Makes a `CompletionBatch` of prepared rows; by default one that follows the shape plan.
+        train_dataset: Rows.
+        eval_dataset: Rows to evaluate on, or several sets of them by name.
+        processing_class: The tokenizer or processor; by default the model's own.
+        others: The other arguments, by name.
     """
 
     read_rows: ClassVar[Callable[..., Prepared]]
 
-    def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **others: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any = None,
+        args: Any = None,
+        data_collator: Callable | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **others: Any,
+    ) -> None:
         args = resolve_args(args, self.config_class, model)
         self._named = named_reference(model, ref_model, args)
-        super().__init__(model, args, **others)
+        super().__init__(model, args, data_collator, train_dataset, eval_dataset, processing_class, **others)
         reference = self.method.reference
         if args.sync_ref_model:
             self.add_callback(SyncReference(reference, args.ref_model_sync_steps, args.ref_model_mixup_alpha))
