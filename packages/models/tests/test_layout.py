@@ -175,3 +175,10 @@ def test_a_block_mask_that_is_not_honoured_is_refused():
     model.model.embed_tokens.register_forward_hook(lambda module, args, out: out + 0.5 * out.roll(1, 1))
     with pytest.raises(ValueError, match="does not keep packed rows apart"):
         choose_layout(model, static_shapes=True)
+
+
+def test_soft_caps_survive_a_transformers_that_loads_them_with_sdpa():
+    model = tiny_model("gemma2")
+    model.config._attn_implementation_internal = "sdpa"
+    choose_layout(model, "padded")
+    assert model.config._attn_implementation == "eager"

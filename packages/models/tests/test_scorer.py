@@ -251,7 +251,10 @@ def test_torch_compile_of_a_packed_model():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "mixtral", "qwen3_5"])
+OLD = pytest.mark.skipif(torch.__version__ < (2, 15), reason="traces grouped_mm in bfloat16 alone")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", pytest.param("mixtral", marks=OLD), "qwen3_5"])
 def test_nothing_depends_on_the_data_where_shapes_are_static(architecture):
     model = tiny_model(architecture)
     choose_layout(model, static_shapes=True)

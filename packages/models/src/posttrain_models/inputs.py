@@ -250,8 +250,8 @@ def build_completion_plan(base: Any, batch: CompletionBatch, layout: str, static
     """The call that scores the completions of `batch` under a layout, on the model's device.
 
     `padded` has one row per completion, its prompt in front; `packed` the tokens of those rows without padding;
-    `shared` every prompt once, followed by its completions. With static shapes those are the G of its own row, otherwise
-    those of all rows with an equal prompt.
+    `shared` every prompt once, followed by its completions: with static shapes those of its own row, otherwise those of
+    all rows with an equal prompt.
     """
     _check(batch)
     device = input_device(base) if batch.completions.device.type == "cpu" else batch.completions.device
@@ -341,9 +341,9 @@ class _Grid:
     def pack(self, first: Tensor | None) -> tuple[Tensor, Tensor, tuple[list[int], list[int]]]:
         """The cells that hold a token in the order of one row, where each cell went, and the row's segments.
 
-        Given the `first (R,)` row with the prompt of each, in a shared grid, rows of one prompt follow the first of them
-        and find the prompt there. Of each segment that has tokens there are its number and that of the keys that its
-        last token sees.
+        Given the `first (R,)` row with the prompt of each, in a shared grid, rows of one prompt follow the first of
+        them and find the prompt there. Of each segment that has tokens there are its number and that of the keys that
+        its last token sees.
         """
         R, W = self.ids.shape
         real, rows = self.segments > 0, torch.arange(R, device=self.ids.device)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from posttrain_models import attention
 from posttrain_models.inputs import MASKABLE, Plan, build_completion_plan, build_plan, layer_types, only_padding
 from posttrain_models.sketch import cut_copy
-from posttrain_models.unwrap import base_model, output_head, quiet, state_of, text_config
+from posttrain_models.unwrap import base_model, keep_softcap, output_head, quiet, state_of, text_config
 
 logger = logging.getLogger("posttrain")
 
@@ -69,6 +69,7 @@ def choose_layout(
     if requested not in ("auto", "padded", "packed", "shared"):
         raise ValueError(f"requested={requested!r} is not a layout; write 'auto', 'padded', 'packed' or 'shared'")
     base = base_model(model)
+    keep_softcap(base)
     sharing = requested == "shared" or (requested == "auto" and completions)
     if requested == "padded":
         layout = Layout("padded", "as requested", static_shapes)

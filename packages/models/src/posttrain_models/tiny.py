@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from posttrain_models.unwrap import keep_softcap
+
 _COMMON = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -122,4 +124,5 @@ def _build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = loader.from_config(config, dtype=torch.float32)
+    keep_softcap(model)
     return model.eval()

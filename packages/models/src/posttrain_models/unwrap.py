@@ -109,6 +109,16 @@ def quiet(model: nn.Module, base: Any) -> Iterator[Precision]:
             module.training = training
 
 
+def keep_softcap(base: Any) -> None:
+    """Switch a model whose attention scores are soft-capped from SDPA, which drops the cap, to transformers' own.
+
+    Transformers before 5.24 loads Gemma 2 with SDPA.
+    """
+    config = text_config(base)
+    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+        base.set_attn_implementation("eager")
+
+
 def input_device(base: Any) -> torch.device:
     """Where the token ids must be."""
     return base.get_input_embeddings().weight.device
