@@ -63,7 +63,8 @@ RUNS = {
     ),
     "dpo": (Run("dpo", True, "eval_rewards/accuracies", True, 0.5, {**PAIRS, "learning_rate": 2e-5}),),
     "kto": (Run("kto", True, "eval_rewards/margins", True, 0, {**PAIRS, "learning_rate": 1e-4}),),
-    "reward": (Run("reward", True, "eval_accuracy", True, 0.6, {**PAIRS, "learning_rate": 3e-4}),),
+    # Pairs with a side that is too long are left out whole: with less room few would be left.
+    "reward": (Run("reward", True, "eval_accuracy", True, 0.6, {**PAIRS, "learning_rate": 3e-4, "max_length": 1024}),),
 }
 
 
