@@ -179,7 +179,7 @@ def table(result: dict, specs: dict[str, dict]) -> str:
     digits = 3 if result["unit"] == "pairs" else 1
 
     def line(name: str, left: str, right: str, last: str = "") -> str:
-        return f"{name:<24}{left:>16}{right:>16}{last:>12}"
+        return f"{name:<24}{left:>20}{right:>20}{last:>8}"
 
     def differing(library: str) -> str:
         spec = specs[library]
