@@ -1,17 +1,28 @@
 """The command: `python -m posttrain_dpo`, and in this process where no process of its own is needed."""
 
-import json
-import re
 from pathlib import Path
 
 import pytest
-from app_runs import QUIET, check_option_table, process, write
+from app_runs import (
+    QUIET,
+    check_adapter_run,
+    check_demonstration,
+    check_light_start,
+    check_option_table,
+    check_two_processes,
+    planned,
+    write,
+)
 from dpo_runs import pairs
 from posttrain_dpo.command import COMMAND, main
 
 
 def test_the_shipped_options_are_those_of_the_configs():
     check_option_table(COMMAND, "posttrain_dpo.command:COMMAND")
+
+
+def test_help_and_a_mistyped_flag_import_no_torch():
+    check_light_start("posttrain_dpo", "--beta")
 
 
 def test_a_run_from_a_file(model_folder, capsys):
@@ -34,51 +45,22 @@ output_dir: out
 
 
 def test_an_adapter_from_the_command_line(model_folder):
-    pytest.importorskip("peft")
-    write("rows.jsonl", pairs(8))
-    argv = ["--model_name_or_path", str(model_folder), "--dataset_name", "rows.jsonl", "--output_dir", "out", *QUIET]
-    assert main([*argv, "--use_peft", "--lora_r", "4", "--max_steps", "1", "--loss_type", "sigmoid", "ipo"]) == 0
-    assert json.loads(Path("out/adapter_config.json").read_text())["r"] == 4
+    check_adapter_run(main, model_folder, pairs(8), "--loss_type", "sigmoid", "ipo")
 
 
 def test_the_plan(no_weights, capsys):
-    from posttrain_cli import load
-    from posttrain_launchers import launch_options, world_size
-
     write("rows.jsonl", pairs(8))
     for words in ([], ["--model_name_or_path", str(no_weights), "--dataset_name", "rows.jsonl"]):
-        parsed = COMMAND.parse([*words, *QUIET, "--nproc_per_node", "2"])
-        assert load(COMMAND.plan)(*parsed.build(), world_size=world_size(launch_options(parsed))) == 0
+        planned(COMMAND, *words)
         output = capsys.readouterr().out
         assert "shared layout" in output and "x 2 devices" in output
         assert "reference: a second copy" in output and output.count("\nrejected,") == 3
 
 
 def test_the_demonstration(tmp_path):
-    done = process("-m", "posttrain_dpo", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = [float(text) for text in re.findall(r"^loss +(.*)$", done.stdout, re.MULTILINE)[0].split(" -> ")]
-    before, after = re.search(r"^accuracy +(\S+) -> (\S+)", done.stdout, re.MULTILINE).groups()
-    assert losses[-1] < losses[0] and float(before) < float(after)
-    assert list(tmp_path.iterdir()) == []
+    check_demonstration("posttrain_dpo", tmp_path)
 
 
 @pytest.mark.slow
 def test_two_processes_are_one(model_folder, tmp_path):
-    """Evaluation with a ragged last batch, too."""
-    write(tmp_path / "rows.jsonl", pairs(20))
-    found = []
-    for processes, accumulation in ((1, 2), (2, 1)):
-        out = tmp_path / f"out{processes}"
-        argv = ["--model_name_or_path", model_folder, "--dataset_name", "rows.jsonl", "--output_dir", out, *QUIET]
-        split = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", accumulation]
-        evaluation = ["--test_split_size", "5", "--eval_strategy", "epoch", "--per_device_eval_batch_size", "2"]
-        command = [*argv, *split, *evaluation, "--nproc_per_node", processes, "--num_train_epochs", "2"]
-        done = process("-m", "posttrain_dpo", *command, "--learning_rate", "0.02", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr[-3000:]
-        last = max(out.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
-        found.append(json.loads((last / "trainer_state.json").read_text())["log_history"])
-    for one, two in zip(*found, strict=True):
-        for name in one:
-            if not name.endswith(("runtime", "per_second")):
-                assert two[name] == pytest.approx(one[name], rel=2e-4, abs=2e-5), name
+    check_two_processes("posttrain_dpo", model_folder, pairs(20), tmp_path)

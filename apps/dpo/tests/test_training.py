@@ -1,13 +1,11 @@
 """Whole training steps, against full float64 logits and against themselves in other forms."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from app_runs import assert_same, logged, parameters
-from dpo_runs import config, double, pairs, plain_logps, trainer
-from posttrain_devices import device_spec
+from app_runs import assert_same, check_static_shapes, double, logged, parameters, plain_logps
+from dpo_runs import config, pairs, trainer
 from posttrain_dpo import DPO, DPOTrainer
 from posttrain_losses.preference import ipo, simpo
 from posttrain_models import LoraOptions, tiny_model
@@ -298,14 +296,4 @@ def test_plain_training_arguments_will_do(tokenizer, tmp_path):
 
 
 def test_on_a_device_with_static_shapes_every_forward_has_a_planned_shape(tokenizer, monkeypatch):
-    spec = replace(device_spec("cpu"), static_shapes=True, max_shapes=2)
-    options = {"extras": {"ref_model": tiny_model("llama", vocab_size=len(tokenizer), seed=1)}}
-    free = trainer(pairs(7), tokenizer, per_device_train_batch_size=8, **options)
-    free.train()
-    monkeypatch.setattr("posttrain_app.shapes.device_spec", lambda *_: spec)
-    made = trainer(pairs(7), tokenizer, gradient_accumulation_steps=2, **options)
-    made.train()
-    probe = 2  # rows of the batch with which the head is tried once
-    assert made.shape_plan.static and {shape for shape in made.shape_watch.unplanned if shape[0] != probe} == set()
-    assert set(made.shape_watch.seen) & made.shape_plan.shapes
-    assert_same(parameters(free), parameters(made), 5e-6)
+    check_static_shapes(trainer, pairs(7), tokenizer, monkeypatch)

@@ -1,16 +1,10 @@
-"""Short runs on tiny models, and what they are compared with."""
+"""Short runs on tiny models."""
 
-import copy
 from typing import Any
 
-import torch
-from app_runs import SETTINGS, WORDS
+from app_runs import SETTINGS, words
 from posttrain_kto import KTOConfig, KTOTrainer
-from posttrain_models import tiny_model, unwrap
-
-
-def words(start: int, count: int) -> str:
-    return " ".join(WORDS[(start * 5 + n) % len(WORDS)] for n in range(count))
+from posttrain_models import tiny_model
 
 
 def feedback(count: int = 8) -> list[dict]:
@@ -36,16 +30,3 @@ def trainer(rows: Any, tokenizer: Any, model: Any = None, *, extras: dict | None
         model = tiny_model("llama", vocab_size=len(tokenizer))
     args = config(**changes)
     return KTOTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer, **(extras or {}))
-
-
-def plain_logps(model: Any, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    """Log-probabilities of the completion's tokens from full float64 logits, one sequence at a time."""
-    ids = torch.tensor([[*prompt, *completion]])
-    logps = model(ids).logits[0, :-1].log_softmax(-1)
-    return logps.gather(1, ids[0, 1:, None])[-len(completion) :, 0]
-
-
-def double(model: Any) -> Any:
-    model = copy.deepcopy(unwrap(model)).double().eval()
-    model.set_attn_implementation("eager")
-    return model

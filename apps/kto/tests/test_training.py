@@ -1,14 +1,12 @@
 """Whole training steps, against full float64 logits and against themselves in other forms."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from app_runs import assert_same, logged, parameters
-from kto_runs import double, feedback, plain_logps, trainer
+from app_runs import assert_same, check_static_shapes, double, logged, parameters, plain_logps
+from kto_runs import feedback, trainer
 from posttrain_collators import FeedbackCollator
-from posttrain_devices import device_spec
 from posttrain_kto import KTO
 from posttrain_kto.method import KTOExtras, Margin
 from posttrain_kto.mismatch import givers, mismatched
@@ -275,14 +273,4 @@ def test_the_method_without_a_reference_says_so(tokenizer):
 
 
 def test_on_a_device_with_static_shapes_every_forward_has_a_planned_shape(tokenizer, monkeypatch):
-    spec = replace(device_spec("cpu"), static_shapes=True, max_shapes=2)
-    options = {"extras": {"ref_model": tiny_model("llama", vocab_size=len(tokenizer), seed=1)}}
-    free = trainer(feedback(7), tokenizer, per_device_train_batch_size=8, **options)
-    free.train()
-    monkeypatch.setattr("posttrain_app.shapes.device_spec", lambda *_: spec)
-    made = trainer(feedback(7), tokenizer, gradient_accumulation_steps=2, **options)
-    made.train()
-    probe = 2  # rows of the batch with which the head is tried once
-    assert made.shape_plan.static and {shape for shape in made.shape_watch.unplanned if shape[0] != probe} == set()
-    assert set(made.shape_watch.seen) & made.shape_plan.shapes
-    assert_same(parameters(free), parameters(made), 5e-6)
+    check_static_shapes(trainer, feedback(7), tokenizer, monkeypatch)

@@ -1,11 +1,10 @@
 """The command: `python -m posttrain_reward`, and in this process where no process of its own is needed."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-from app_runs import QUIET, check_option_table, process, values, write
+from app_runs import QUIET, check_adapter_run, check_light_start, check_option_table, process, values, write
 from posttrain_reward.command import COMMAND, main
 from reward_runs import chats, texts
 from transformers import AutoModelForSequenceClassification
@@ -16,22 +15,7 @@ def test_the_shipped_options_are_those_of_the_configs():
 
 
 def test_help_and_a_mistyped_flag_import_no_torch():
-    code = """
-import sys
-from posttrain_reward.command import main
-for words in (["--max_lenght", "5"], ["--help"]):
-    try:
-        code = main(words)
-    except SystemExit as stop:
-        code = stop.code
-    print(code, sorted({"torch", "transformers", "datasets", "peft", "numpy"} & sys.modules.keys()))
-"""
-    done = process("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert "did you mean --max_length" in done.stderr
-    printed = done.stdout.splitlines()
-    assert printed[0] == "2 []" and printed[-1] == "0 []"
-    assert all(flag in done.stdout for flag in ("--center_rewards_coefficient", "--lora_r", "--dataset_name"))
+    check_light_start("posttrain_reward", "--center_rewards_coefficient")
 
 
 def test_a_file_trains_and_a_share_is_held_out(model_folder, capsys):
@@ -46,12 +30,8 @@ def test_a_file_trains_and_a_share_is_held_out(model_folder, capsys):
 
 
 def test_an_adapter_from_the_command_line(model_folder):
-    pytest.importorskip("peft")
-    write("pairs.jsonl", chats(8))
-    argv = ["--model_name_or_path", str(model_folder), "--dataset_name", "pairs.jsonl", "--output_dir", "out", *QUIET]
-    assert main([*argv, "--use_peft", "--lora_r", "4", "--max_steps", "1"]) == 0
-    saved = json.loads(Path("out/adapter_config.json").read_text())
-    assert saved["r"] == 4 and saved["task_type"] == "SEQ_CLS" and "score" in saved["modules_to_save"]
+    saved = check_adapter_run(main, model_folder, chats(8))
+    assert saved["task_type"] == "SEQ_CLS" and "score" in saved["modules_to_save"]
 
 
 def test_the_plan(no_weights, capsys):

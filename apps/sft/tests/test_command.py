@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from app_runs import QUIET, check_option_table, process, values, write
+from app_runs import QUIET, check_light_start, check_option_table, process, values, write
 from datasets import Dataset
 from posttrain_sft.command import COMMAND, main
 from sft_runs import chats, pairs, texts
@@ -22,22 +22,7 @@ def test_the_shipped_options_are_those_of_the_configs():
 
 
 def test_help_and_a_mistyped_flag_import_no_torch():
-    code = """
-import sys
-from posttrain_sft.command import main
-for words in (["--max_lenght", "5"], ["--help"]):
-    try:
-        code = main(words)
-    except SystemExit as stop:
-        code = stop.code
-    print(code, sorted({"torch", "transformers", "datasets", "peft", "numpy"} & sys.modules.keys()))
-"""
-    done = process("-c", code)
-    assert done.returncode == 0, done.stderr
-    assert "did you mean --max_length" in done.stderr
-    printed = done.stdout.splitlines()
-    assert printed[0] == "2 []" and printed[-1] == "0 []"
-    assert all(flag in done.stdout for flag in ("--packing", "--lora_r", "--dataset_name", "--nproc_per_node"))
+    check_light_start("posttrain_sft", "--packing")
 
 
 # ---- Data and YAML ----
