@@ -1,10 +1,13 @@
 """What cannot be trained is refused before weights are loaded: the model folders here have none."""
 
+import re
+
 import pytest
-from app_runs import check_refused
+from app_runs import QUIET, check_refused, write
 from dpo_runs import config, pairs, trainer
+from posttrain_cli import CommandError, load
 from posttrain_dpo import DPOConfig, DPOTrainer
-from posttrain_dpo.command import main
+from posttrain_dpo.command import COMMAND, main
 from posttrain_models import LoraOptions, tiny_model
 
 USER = {"role": "user", "content": "hi"}
@@ -47,8 +50,47 @@ def test_evaluation_rows_and_streams(no_weights):
     stream = datasets.Dataset.from_list(pairs()).to_iterable_dataset()
     refused(no_weights, "max_steps", rows=stream, max_steps=-1)
     refused(no_weights, "precompute_ref_log_probs", "stream", rows=stream, precompute_ref_log_probs=True)
+    again = {"eval_dataset": {"b": stream}}
+    refused(no_weights, "precompute_ref_log_probs", "eval_dataset['b']", extras=again, precompute_ref_log_probs=True)
     with pytest.raises(ValueError, match="train_dataset"):
         DPOTrainer(str(no_weights), args=config())
+    for model in (None, 3):
+        with pytest.raises(ValueError, match="model must be a name"):
+            DPOTrainer(model, train_dataset=pairs(2))
+
+
+def test_what_an_adapter_cannot_do_is_said_before_weights_are_loaded(no_weights):
+    refused(no_weights, "sync_ref_model", extras={"peft_config": LoraOptions(use_peft=True)}, sync_ref_model=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--sync_ref_model", "--use_peft"], "sync_ref_model"),
+        (["--precompute_ref_log_probs", "--dataset_streaming", "--max_steps", "2"], "precompute_ref_log_probs"),
+        (["--dataset_streaming", "--max_steps", "-1"], "max_steps"),
+        (["--eval_strategy", "steps"], "test_split_size"),
+        (["--router_aux_loss_coef", "0.1"], "mixtures of experts"),
+        (["--output_dir", "rows.jsonl"], "output_dir"),
+    ],
+)  # fmt: skip
+def test_a_plan_refuses_what_training_refuses(words, wanted, no_weights):
+    write("rows.jsonl", pairs(4))
+    parsed = COMMAND.parse([*QUIET, "--model_name_or_path", str(no_weights), "--dataset_name", "rows.jsonl", *words])
+    with pytest.raises(CommandError, match=wanted):
+        load(COMMAND.plan)(*parsed.build(), world_size=1)
+
+
+def test_a_plan_counts_evaluation_rows(no_weights, capsys):
+    write("rows.jsonl", [*pairs(4), {"prompt": "a " * 30, "chosen": "b", "rejected": "c"}])
+    words = ["--test_split_size", "1", "--eval_strategy", "epoch", "--max_shapes", "1", "--seed", "0"]
+    for seed in range(9):  # the long row is held out under one of them
+        parsed = COMMAND.parse(
+            [*QUIET, "--model_name_or_path", str(no_weights), "--dataset_name", "rows.jsonl", *words[:-1], str(seed)]
+        )
+        assert load(COMMAND.plan)(*parsed.build(), world_size=1) == 0
+    widths = set(re.findall(r"widths? (\d+)", capsys.readouterr().out))
+    assert len(widths) == 1
 
 
 @pytest.mark.parametrize(
@@ -64,6 +106,7 @@ def test_evaluation_rows_and_streams(no_weights):
         ({"ld_alpha": 1.5}, ["ld_alpha=1.5"]),
         ({"use_weighting": True, "loss_type": ["aot"]}, ["use_weighting", "aot"]),
         ({"beta": 0.0}, ["beta=0.0"]),
+        ({"beta": float("nan")}, ["beta=nan"]),
         ({"discopop_tau": 0.0}, ["discopop_tau=0.0"]),
         ({"max_length": 1}, ["max_length"]),
         ({"truncation_mode": "middle"}, ["truncation_mode", "keep_end"]),

@@ -60,3 +60,14 @@ def test_a_trainer_that_hooks_read_has_no_model():
     rows, report = made.prepare(ROWS, "train", "train")
     assert report.rows_kept == 8 and not hasattr(made, "model")
     assert made.show_row(1, rows[1]).splitlines()[0] == "row 1, labelled good:"
+
+
+def test_a_hook_that_is_not_defined_is_named(tmp_path):
+    from posttrain_app import AppTrainer, LanguageConfig
+
+    class Unfinished(AppTrainer):
+        config_class = LanguageConfig
+
+    args = LanguageConfig(str(tmp_path / "out"), use_cpu=True, report_to="none")
+    with pytest.raises(NotImplementedError, match="Unfinished must define prepare"):
+        Unfinished(tiny_model("llama"), args, train_dataset=ROWS, processing_class=tiny_tokenizer())

@@ -81,7 +81,7 @@ def test_bf16_follows_the_device(tmp_path, monkeypatch):
             {"gradient_checkpointing_kwargs": {"use_reentrnt": True}},
             "unknown key 'use_reentrnt': write some of .*selec",
         ),
-        ({"activation_checkpointing_kwargs": {"every_n_layers": 0}}, "every_n_layers=0"),
+        ({"gradient_checkpointing_kwargs": {"every_n_layers": -1}}, "every_n_layers=-1"),
         ({"pad_to_multiple_of": "wide"}, "pad_to_multiple_of='wide'"),
     ],
 )

@@ -1,6 +1,6 @@
 """`RewardTrainer`: preference pairs in, a reward model out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class RewardTrainer(AppTrainer):
     load = staticmethod(load_reward_model)
     head = "score"
 
-    def check(self, train_dataset: Any, compute_metrics: Callable | None, peft_config: Any) -> None:
+    def check(self, sets: Mapping[str, Any], compute_metrics: Callable | None, peft_config: Any) -> None:
         """Refuse an adapter that would leave the new head as it was drawn."""
         task = getattr(peft_config, "task_type", "SEQ_CLS")
         if task != "SEQ_CLS":

@@ -1,7 +1,7 @@
 """`SFTTrainer`: rows in, a fine-tuned model out."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from posttrain_app.describe import mark_targets
@@ -76,7 +76,7 @@ class SFTTrainer(AppTrainer):
         self.formatting_func = formatting_func
         super().__init__(model, args, data_collator, train_dataset, eval_dataset, processing_class, **others)
 
-    def check(self, train_dataset: Any, compute_metrics: Callable | None, peft_config: Any) -> None:
+    def check(self, sets: Mapping[str, Any], compute_metrics: Callable | None, peft_config: Any) -> None:
         """Refuse metrics of packed rows."""
         if compute_metrics is not None and self._packing("evaluate"):
             raise ValueError("compute_metrics needs rows as they are: set eval_packing=False.")

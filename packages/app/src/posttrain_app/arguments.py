@@ -105,4 +105,4 @@ def _model_name(model: Any) -> str:
         model = model.model_name_or_path
     if isinstance(model, nn.Module):
         model = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
-    return PurePath(os.fspath(model)).name or "model"
+    return (PurePath(model).name if isinstance(model, str | os.PathLike) else "") or "model"

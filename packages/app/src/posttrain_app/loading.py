@@ -77,7 +77,7 @@ def resolve_tokenizer(model: Any, args: Any, processing_class: Any = None) -> tu
         processing_class = load_tokenizer(
             _tokenizer_source(name),
             revision=extra.get("revision", options.model_revision if options else "main"),
-            trust_remote_code=args.trust_remote_code,
+            trust_remote_code=options.trust_remote_code if options else args.trust_remote_code,
         )
     check_objects(processing_class, None)
     tokenizer = inner_tokenizer(processing_class)
@@ -117,12 +117,9 @@ def resolve_model(
     """
     options = load_options(model, args)
     source = model if options is None else options.model_name_or_path
-    adapt = peft_config is not None and not (isinstance(peft_config, LoraOptions) and not peft_config.use_peft)
-    if adapt and options is not None and _is_adapter(options.model_name_or_path):
-        raise ValueError(
-            f"{source} is an adapter, which is continued as it is: leave out use_peft and peft_config, or name its "
-            "base model to begin another one."
-        )
+    adapt = adapts(peft_config)
+    if adapt and options is not None:
+        check_not_adapter(options)
     if isinstance(peft_config, LoraOptions) and not peft_config.use_peft and peft_config != LoraOptions():
         logger.warning("options of an adapter have no effect without use_peft=True: no new adapter is made")
     set_seed(args.seed)  # before an adapter or a new head draws its weights
@@ -141,6 +138,24 @@ def resolve_model(
     if checkpointing(args) and hasattr(loaded, "peft_config"):
         loaded.enable_input_require_grads()
     return loaded
+
+
+def adapts(peft_config: Any) -> bool:
+    """Whether a new adapter is asked for."""
+    return peft_config is not None and not (isinstance(peft_config, LoraOptions) and not peft_config.use_peft)
+
+
+def check_not_adapter(options: LoadOptions) -> None:
+    """Refuse a new adapter on the folder of one.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if is_adapter(options.model_name_or_path):
+        raise ValueError(
+            f"{options.model_name_or_path} is an adapter, which is continued as it is: leave out use_peft and "
+            "peft_config, or name its base model to begin another one."
+        )
 
 
 @contextmanager
@@ -190,7 +205,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 def _tokenizer_source(name: str) -> str:
     """The model's own name; for the folder of an adapter that was saved without a tokenizer, its base model's."""
-    if not _is_adapter(name) or (Path(name) / "tokenizer_config.json").is_file():
+    if not is_adapter(name) or (Path(name) / "tokenizer_config.json").is_file():
         return name
     try:
         saved = json.loads((Path(name) / "adapter_config.json").read_text("utf-8"))
@@ -199,6 +214,7 @@ def _tokenizer_source(name: str) -> str:
     return saved.get("base_model_name_or_path") or name
 
 
-def _is_adapter(name: Any) -> bool:
+def is_adapter(name: Any) -> bool:
+    """Whether a name is the folder of an adapter without its base model."""
     folder = Path(name)
     return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()

@@ -1,7 +1,8 @@
 """What methods share that learn from preferences with the help of a reference model: options, and the trainer."""
 
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -15,8 +16,15 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from posttrain_app.arguments import resolve_args
 from posttrain_app.config import LanguageConfig
-from posttrain_app.loading import load_options
+from posttrain_app.loading import adapts, load_options
 from posttrain_app.trainer import AppTrainer, Use
+
+logger = logging.getLogger("posttrain")
+
+UNMOVED = (
+    "sync_ref_model=True moves a whole model towards the policy: train without an adapter, with a loss that has a "
+    "reference."
+)
 
 
 def _option(default: Any, help: str) -> Any:
@@ -152,10 +160,15 @@ class PreferenceTrainer(AppTrainer):
         if args.precompute_ref_log_probs and reference is not None:
             self._precompute(reference)
 
-    def check(self, train_dataset: Any, compute_metrics: Callable | None, peft_config: Any) -> None:
-        """Refuse rows that cannot be read beforehand."""
-        if self.args.precompute_ref_log_probs and not hasattr(train_dataset, "__len__"):
-            raise ValueError("precompute_ref_log_probs=True reads every row beforehand, which a stream cannot give.")
+    def check(self, sets: Mapping[str, Any], compute_metrics: Callable | None, peft_config: Any) -> None:
+        """Refuse rows that cannot be read beforehand, and a reference that cannot be moved."""
+        streams = [name for name, rows in sets.items() if not hasattr(rows, "__len__")]
+        if self.args.precompute_ref_log_probs and streams:
+            raise ValueError(
+                f"precompute_ref_log_probs=True reads every row beforehand, which a stream cannot give: {streams[0]}."
+            )
+        if self.args.sync_ref_model and adapts(peft_config):
+            raise ValueError(UNMOVED)
 
     def prepare(self, dataset: Any, name: str, use: Use) -> tuple[Any, Report | None]:
         """Prompts and completions as token ids."""
@@ -174,11 +187,10 @@ class PreferenceTrainer(AppTrainer):
             if isinstance(named, LoadOptions):
                 named = load(named)
             method = replace(method, reference=self._reference(method, model, named))
+        elif named is not None:
+            logger.warning("ref_model is not used: this loss has no reference")
         if self.args.sync_ref_model and not isinstance(method.reference, FrozenModel):
-            raise ValueError(
-                "sync_ref_model=True moves a whole model towards the policy: train without an adapter, with a loss "
-                "that has a reference."
-            )
+            raise ValueError(UNMOVED)
         return method
 
     def needs_copy(self, plan: ShapePlan, adapter: bool) -> bool:

@@ -1,8 +1,7 @@
 """What the trainers of all apps do around their formula: from a name and rows to a run."""
 
 import logging
-from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal, Self
 
@@ -99,6 +98,7 @@ class AppTrainer(Trainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        *,
         compute_metrics: Callable | None = None,
         callbacks: list | None = None,
         optimizers: tuple = (None, None),
@@ -108,11 +108,10 @@ class AppTrainer(Trainer):
         peft_config: Any = None,
     ) -> None:
         self.args = resolve_args(args, self.config_class, model)
-        check_run(self.args, train_dataset, eval_dataset)
-        self.check(train_dataset, compute_metrics, peft_config)
+        self.check_all(train_dataset, eval_dataset, compute_metrics, peft_config)
         self.processing_class, added = resolve_tokenizer(model, self.args, processing_class)
         train_dataset = self._rows(train_dataset, "train", "train")
-        eval_dataset = self._eval_rows(eval_dataset)
+        eval_dataset = self.prepare_eval(eval_dataset)
         self._try_on_cut(model, train_dataset, eval_dataset)
 
         load = partial(self._load, quantization_config=quantization_config)
@@ -124,7 +123,7 @@ class AppTrainer(Trainer):
                 len(added),
                 self.head,
             )
-        coefficient = self._balancing(unwrap(model))
+        coefficient = self.balancing(unwrap(model))
         if getattr(self.args, "disable_dropout", False):
             disable_dropout(model)
         plan = self.plan_shapes(model, train_dataset, eval_dataset)
@@ -155,7 +154,6 @@ class AppTrainer(Trainer):
 
     # ---- What a method must say ----
 
-    @abstractmethod
     def prepare(self, dataset: Any, name: str, use: Use) -> tuple[Any, Report | None]:
         """Rows as token ids, and what became of them, where something did.
 
@@ -164,15 +162,16 @@ class AppTrainer(Trainer):
             name: What messages call them.
             use: What they are for.
         """
+        raise NotImplementedError(f"{type(self).__name__} must define prepare(dataset, name, use)")
 
-    @abstractmethod
     def make_method(self, plan: ShapePlan, coefficient: float) -> Any:
         """The method that the options describe, with the load-balancing loss's weight."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_method(plan, coefficient)")
 
     # ---- What a method may say ----
 
-    def check(self, train_dataset: Any, compute_metrics: Callable | None, peft_config: Any) -> None:
-        """Refuse arguments that do not suit the method, before anything is read."""
+    def check(self, sets: Mapping[str, Any], compute_metrics: Callable | None, peft_config: Any) -> None:
+        """Refuse arguments that do not suit the method, before anything is read; `sets` are the rows by argument."""
 
     def ends(self) -> list[int]:
         """Tokens at which the trained model is to stop writing."""
@@ -213,13 +212,29 @@ class AppTrainer(Trainer):
 
     # ---- The pipeline ----
 
+    def check_all(
+        self, train_dataset: Any, eval_dataset: Any, compute_metrics: Callable | None = None, peft_config: Any = None
+    ) -> None:
+        """Refuse a run that cannot be, before anything is read or loaded.
+
+        Raises:
+            ValueError: Naming the argument or option and what to write instead.
+        """
+        check_run(self.args, train_dataset, eval_dataset)
+        several = isinstance(eval_dataset, dict)
+        evaluated = {f"eval_dataset[{name!r}]": rows for name, rows in eval_dataset.items()} if several else {}
+        if eval_dataset is not None and not several:
+            evaluated = {"eval_dataset": eval_dataset}
+        self.check({"train_dataset": train_dataset, **evaluated}, compute_metrics, peft_config)
+
     def _rows(self, dataset: Any, name: str, use: Use) -> Any:
         rows, report = self.prepare(dataset, name, use)
         if report is not None:
             logger.info(str(report))
         return rows
 
-    def _eval_rows(self, dataset: Any) -> Any:
+    def prepare_eval(self, dataset: Any) -> Any:
+        """Rows to evaluate on, or several sets of them by name, as token ids."""
         if dataset is None:
             return None
         if isinstance(dataset, dict):
@@ -231,7 +246,7 @@ class AppTrainer(Trainer):
         if any(getattr(self.args, name, None) for name in DEMANDING):
             cut = cut_of(model, self.args)
             if cut is not None:
-                self._balancing(cut)
+                self.balancing(cut)
                 self.plan_shapes(cut, *datasets)
 
     def _load(self, model: Any, quantization_config: Any, peft_config: Any = None) -> nn.Module:
@@ -245,7 +260,8 @@ class AppTrainer(Trainer):
             load=self.load,
         )
 
-    def _balancing(self, model: nn.Module) -> float:
+    def balancing(self, model: nn.Module) -> float:
+        """The weight of a mixture of experts' load-balancing loss; 0 of methods without one."""
         options = self.args
         return (
             balancing_coefficient(model, options.router_aux_loss_coef) if isinstance(options, LanguageConfig) else 0.0
@@ -256,7 +272,7 @@ class AppTrainer(Trainer):
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict:
         """Evaluate on the data set of the constructor, or on other rows, which are prepared in the same way."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._eval_rows(eval_dataset)
+            eval_dataset = self.prepare_eval(eval_dataset)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> Any:

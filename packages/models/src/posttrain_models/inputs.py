@@ -73,7 +73,7 @@ class CompletionPlan(Plan):
 
     Attributes:
         last: `(P * G,)` flattened position of each completion's last token, of its prompt's where it is empty, and
-            position 0 where both are.
+            any position where both are.
     """
 
     last: Tensor = field(kw_only=True)

@@ -95,7 +95,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return value is None
     if kind in (int, float):
         wanted = numbers.Integral if kind is int else numbers.Real
-        return isinstance(value, wanted) and not isinstance(value, bool)
+        return isinstance(value, wanted) and not isinstance(value, bool) and value == value  # not NaN
     if kind is str:
         return isinstance(value, str | os.PathLike)
     if kind in (list, tuple, Sequence):
@@ -104,7 +104,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return isinstance(value, str) and value in [member.value for member in kind]
-    return isinstance(value, kind) if isinstance(kind, type) else True
+    return isinstance(value, kind) if isinstance(kind, type) and kind is not Any else True
 
 
 def _takes_mapping(hint: Any) -> bool:
