@@ -76,7 +76,7 @@ def main() -> None:
         command = [sys.executable, os.path.abspath(__file__), "--child", function]
         extra = int(subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True).stdout)
         shares[function] = extra / FULL_LOGITS
-        print(print(f"{function:<20}{extra / 1e6:8.0f} MB extra, {shares[function]:.4f} of {FULL_LOGITS / 1e6:.0f} MB"))
+        print(f"{function:<20}{extra / 1e6:8.0f} MB extra, {shares[function]:.4f} of {FULL_LOGITS / 1e6:.0f} MB")
     if arguments.json:
         print(json.dumps({"head_memory_share": max(shares.values()), **shares}))
     if max(shares.values()) > arguments.bar:
