@@ -117,9 +117,6 @@ def resolve_model(
     """
     options = load_options(model, args)
     source = model if options is None else options.model_name_or_path
-    adapt = adapts(peft_config)
-    if adapt and options is not None:
-        check_not_adapter(options)
     if isinstance(peft_config, LoraOptions) and not peft_config.use_peft and peft_config != LoraOptions():
         logger.warning("options of an adapter have no effect without use_peft=True: no new adapter is made")
     set_seed(args.seed)  # before an adapter or a new head draws its weights
@@ -133,7 +130,7 @@ def resolve_model(
         )
     if fit is not None:
         fit(loaded)
-    if adapt:
+    if adapts(peft_config):
         return apply_lora(loaded, peft_config, gradient_checkpointing=checkpointing(args))
     if checkpointing(args) and hasattr(loaded, "peft_config"):
         loaded.enable_input_require_grads()
@@ -145,13 +142,13 @@ def adapts(peft_config: Any) -> bool:
     return peft_config is not None and not (isinstance(peft_config, LoraOptions) and not peft_config.use_peft)
 
 
-def check_not_adapter(options: LoadOptions) -> None:
+def check_adapter(options: LoadOptions | None, peft_config: Any) -> None:
     """Refuse a new adapter on the folder of one.
 
     Raises:
-        ValueError: It is one.
+        ValueError: The model that `options` name is an adapter.
     """
-    if is_adapter(options.model_name_or_path):
+    if adapts(peft_config) and options is not None and is_adapter(options.model_name_or_path):
         raise ValueError(
             f"{options.model_name_or_path} is an adapter, which is continued as it is: leave out use_peft and "
             "peft_config, or name its base model to begin another one."

@@ -10,7 +10,7 @@ from posttrain_models import LoadOptions, LoraOptions, apply_lora, sketch_model
 from posttrain_app.arguments import evaluates, show_messages
 from posttrain_app.demo import Demonstration
 from posttrain_app.describe import GIB, describe_run, dtype_bytes
-from posttrain_app.loading import check_not_adapter, is_adapter, resolve_tokenizer
+from posttrain_app.loading import is_adapter, resolve_tokenizer
 from posttrain_app.trainer import AppTrainer
 
 
@@ -57,9 +57,7 @@ def plan_app(
         else:
             trainer = trainer_class.unloaded(config, resolve_tokenizer(model, config)[0])
             rows, held_out = load_datasets(data, evaluate=evaluates(config), seed=config.seed)
-            trainer.check_all(rows, held_out, peft_config=lora)
-            if lora.use_peft:
-                check_not_adapter(model)
+            trainer.check_all(model, rows, held_out, peft_config=lora)
             whole, cut = sketch_model(model)
             trainer.balancing(cut)
             whole = trainer.sketch(whole)

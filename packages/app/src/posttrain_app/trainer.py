@@ -1,6 +1,7 @@
 """What the trainers of all apps do around their formula: from a name and rows to a run."""
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal, Self
@@ -13,7 +14,15 @@ from torch import nn
 from posttrain_app.arguments import check_run, resolve_args
 from posttrain_app.config import LanguageConfig, MethodConfig
 from posttrain_app.describe import shortened
-from posttrain_app.loading import cut_of, disable_dropout, inner_tokenizer, resolve_model, resolve_tokenizer
+from posttrain_app.loading import (
+    check_adapter,
+    cut_of,
+    disable_dropout,
+    inner_tokenizer,
+    load_options,
+    resolve_model,
+    resolve_tokenizer,
+)
 from posttrain_app.methods import balancing_coefficient
 from posttrain_app.shapes import plan_completions
 
@@ -24,7 +33,7 @@ Use = Literal["train", "evaluate", "predict"]
 DEMANDING = ("packing", "padding_free", "max_shapes", "router_aux_loss_coef")
 
 
-class AppTrainer(Trainer):
+class AppTrainer(Trainer, ABC):
     """The trainer of an app: from a model's name and raw rows to the loop.
 
     A subclass sets `config_class`, and says how rows are prepared (`prepare`) and learned from (`make_method`). One
@@ -108,7 +117,7 @@ class AppTrainer(Trainer):
         peft_config: Any = None,
     ) -> None:
         self.args = resolve_args(args, self.config_class, model)
-        self.check_all(train_dataset, eval_dataset, compute_metrics, peft_config)
+        self.check_all(model, train_dataset, eval_dataset, compute_metrics, peft_config)
         self.processing_class, added = resolve_tokenizer(model, self.args, processing_class)
         train_dataset = self._rows(train_dataset, "train", "train")
         eval_dataset = self.prepare_eval(eval_dataset)
@@ -154,6 +163,7 @@ class AppTrainer(Trainer):
 
     # ---- What a method must say ----
 
+    @abstractmethod
     def prepare(self, dataset: Any, name: str, use: Use) -> tuple[Any, Report | None]:
         """Rows as token ids, and what became of them, where something did.
 
@@ -162,11 +172,10 @@ class AppTrainer(Trainer):
             name: What messages call them.
             use: What they are for.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define prepare(dataset, name, use)")
 
+    @abstractmethod
     def make_method(self, plan: ShapePlan, coefficient: float) -> Any:
         """The method that the options describe, with the load-balancing loss's weight."""
-        raise NotImplementedError(f"{type(self).__name__} must define make_method(plan, coefficient)")
 
     # ---- What a method may say ----
 
@@ -213,7 +222,12 @@ class AppTrainer(Trainer):
     # ---- The pipeline ----
 
     def check_all(
-        self, train_dataset: Any, eval_dataset: Any, compute_metrics: Callable | None = None, peft_config: Any = None
+        self,
+        model: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        compute_metrics: Callable | None = None,
+        peft_config: Any = None,
     ) -> None:
         """Refuse a run that cannot be, before anything is read or loaded.
 
@@ -221,11 +235,13 @@ class AppTrainer(Trainer):
             ValueError: Naming the argument or option and what to write instead.
         """
         check_run(self.args, train_dataset, eval_dataset)
-        several = isinstance(eval_dataset, dict)
-        evaluated = {f"eval_dataset[{name!r}]": rows for name, rows in eval_dataset.items()} if several else {}
-        if eval_dataset is not None and not several:
-            evaluated = {"eval_dataset": eval_dataset}
-        self.check({"train_dataset": train_dataset, **evaluated}, compute_metrics, peft_config)
+        check_adapter(load_options(model, self.args), peft_config)
+        sets = {"train_dataset": train_dataset}
+        if isinstance(eval_dataset, dict):
+            sets |= {f"eval_dataset[{name!r}]": rows for name, rows in eval_dataset.items()}
+        elif eval_dataset is not None:
+            sets["eval_dataset"] = eval_dataset
+        self.check(sets, compute_metrics, peft_config)
 
     def _rows(self, dataset: Any, name: str, use: Use) -> Any:
         rows, report = self.prepare(dataset, name, use)
