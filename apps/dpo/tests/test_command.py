@@ -57,6 +57,19 @@ def test_the_plan(no_weights, capsys):
         assert "reference: a second copy" in output and output.count("\nrejected,") == 3
 
 
+def test_the_plan_of_a_saved_adapter(model_folder, capsys):
+    check_adapter_run(main, model_folder, pairs(8))
+    capsys.readouterr()
+    new = ["--model_name_or_path", str(model_folder), "--use_peft", "--lora_r", "4"]
+    memory = []
+    for words in (["--model_name_or_path", "out"], new):
+        planned(COMMAND, *words, "--dataset_name", "rows.jsonl")
+        output = capsys.readouterr().out
+        assert "reference: a second copy" not in output
+        memory += [line for line in output.splitlines() if line.startswith("memory:")]
+    assert len(memory) == 2 and memory[0] == memory[1]
+
+
 def test_the_demonstration(tmp_path):
     check_demonstration("posttrain_dpo", tmp_path)
 

@@ -8,7 +8,7 @@ from dpo_runs import config, pairs, trainer
 from posttrain_cli import CommandError, load
 from posttrain_dpo import DPOConfig, DPOTrainer
 from posttrain_dpo.command import COMMAND, main
-from posttrain_models import LoraOptions, tiny_model
+from posttrain_models import LoadOptions, LoraOptions, tiny_model
 
 USER = {"role": "user", "content": "hi"}
 REPLY = {"role": "assistant", "content": "yes"}
@@ -57,6 +57,29 @@ def test_evaluation_rows_and_streams(no_weights):
     for model in (None, 3):
         with pytest.raises(ValueError, match="model must be a name"):
             DPOTrainer(model, train_dataset=pairs(2))
+
+
+def test_objects_of_the_wrong_kind_and_references_that_are_not_there(no_weights, tokenizer):
+    refused(no_weights, "callbacks[0]=5", extras={"callbacks": [5]})
+    refused(no_weights, "compute_metrics=3", extras={"compute_metrics": 3})
+    refused(no_weights, "/nowhere/at/all", "does not exist", extras={"ref_model": "/nowhere/at/all"})
+    refused(no_weights, "ref_model names no model", extras={"ref_model": LoadOptions()})
+    made = trainer(pairs(2), tokenizer)
+    with pytest.raises(ValueError, match="'abc' names no evaluation set"):
+        made.evaluate("abc")
+
+
+def test_a_revision_is_one_of_the_model_that_is_trained(model_folder, monkeypatch):
+    asked, load_policy = [], DPOTrainer.load
+
+    def spy(name, options=None, **arguments):
+        asked.append(arguments["model_init_kwargs"])
+        return load_policy(name, options, **arguments)
+
+    monkeypatch.setattr(DPOTrainer, "load", staticmethod(spy))
+    given = {"revision": "main", "low_cpu_mem_usage": True}
+    trainer(pairs(2), None, str(model_folder), extras={"ref_model": str(model_folder)}, model_init_kwargs=given)
+    assert asked == [given, {"low_cpu_mem_usage": True}]
 
 
 def test_what_an_adapter_cannot_do_is_said_before_weights_are_loaded(no_weights):

@@ -12,11 +12,3 @@ from app_runs import saved
 def tied_folder(tmp_path_factory, tokenizer):
     """A saved qwen3, whose head is its embedding, with its tokenizer."""
     return saved(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", tokenizer)
-
-
-@pytest.fixture(scope="session")
-def no_weights(tmp_path_factory, tokenizer):
-    """A model folder without weights: what is raised with it is raised before any are loaded."""
-    folder = saved(tmp_path_factory.mktemp("models") / "empty", "llama", tokenizer)
-    (folder / "model.safetensors").unlink()
-    return folder

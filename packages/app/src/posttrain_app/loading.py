@@ -1,6 +1,5 @@
 """From what a trainer is given to a tokenizer and a model that are ready to train."""
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from posttrain_models import (
     load_tokenizer,
     sketch_model,
 )
+from posttrain_models.loading import adapter_config, base_of
 from posttrain_trainer.checks import check_objects
 from posttrain_trainer.config import checkpointing
 from torch import nn
@@ -97,6 +97,7 @@ def resolve_model(
     model: Any,
     args: Any,
     *,
+    model_init_kwargs: dict[str, Any] | None = None,
     quantization_config: Any = None,
     peft_config: Any = None,
     fit: Callable[[nn.Module], Any] | None = None,
@@ -107,6 +108,7 @@ def resolve_model(
     Args:
         model: A name, a path, `LoadOptions`, or a model.
         args: The method's config.
+        model_init_kwargs: Further arguments of `from_pretrained`.
         quantization_config: A quantisation configuration of transformers.
         peft_config: A configuration of peft, or `LoraOptions`; None adds no adapter.
         fit: Called with the loaded model before it gets its adapter, to make room for tokens.
@@ -124,7 +126,7 @@ def resolve_model(
         loaded = load(
             source,
             options,
-            model_init_kwargs=args.model_init_kwargs,
+            model_init_kwargs=model_init_kwargs,
             quantization_config=quantization_config,
             **({"device": None} if args.use_cpu else {}),
         )
@@ -146,13 +148,24 @@ def check_adapter(options: LoadOptions | None, peft_config: Any) -> None:
     """Refuse a new adapter on the folder of one.
 
     Raises:
-        ValueError: The model that `options` name is an adapter.
+        ValueError: The model that `options` name is an adapter, or a folder that is not there.
     """
-    if adapts(peft_config) and options is not None and is_adapter(options.model_name_or_path):
+    if options is not None and adapter_config(options.model_name_or_path) and adapts(peft_config):
         raise ValueError(
             f"{options.model_name_or_path} is an adapter, which is continued as it is: leave out use_peft and "
             "peft_config, or name its base model to begin another one."
         )
+
+
+def saved_adapter(options: LoadOptions) -> Any:
+    """The configuration with which the adapter that `options` name is continued; None for a whole model."""
+    if adapter_config(options.model_name_or_path) is None:
+        return None
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(options.model_name_or_path)
+    config.inference_mode = False
+    return config
 
 
 @contextmanager
@@ -202,16 +215,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 def _tokenizer_source(name: str) -> str:
     """The model's own name; for the folder of an adapter that was saved without a tokenizer, its base model's."""
-    if not is_adapter(name) or (Path(name) / "tokenizer_config.json").is_file():
+    adapter = adapter_config(name)
+    if adapter is None or (Path(name) / "tokenizer_config.json").is_file():
         return name
-    try:
-        saved = json.loads((Path(name) / "adapter_config.json").read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{name}/adapter_config.json is damaged: {error}") from None
-    return saved.get("base_model_name_or_path") or name
-
-
-def is_adapter(name: Any) -> bool:
-    """Whether a name is the folder of an adapter without its base model."""
-    folder = Path(name)
-    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+    return base_of(name, adapter)

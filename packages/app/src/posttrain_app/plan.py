@@ -10,7 +10,7 @@ from posttrain_models import LoadOptions, LoraOptions, apply_lora, sketch_model
 from posttrain_app.arguments import evaluates, show_messages
 from posttrain_app.demo import Demonstration
 from posttrain_app.describe import GIB, describe_run, dtype_bytes
-from posttrain_app.loading import is_adapter, resolve_tokenizer
+from posttrain_app.loading import resolve_tokenizer, saved_adapter
 from posttrain_app.trainer import AppTrainer
 
 
@@ -53,6 +53,7 @@ def plan_app(
         if model.model_name_or_path is None and not data.given:
             tokenizer, rows, held_out = tiny_tokenizer(), demonstration.rows, None
             whole = cut = demonstration.tiny(tokenizer)
+            adapter = None
             trainer = trainer_class.unloaded(config, tokenizer)
         else:
             trainer = trainer_class.unloaded(config, resolve_tokenizer(model, config)[0])
@@ -61,15 +62,17 @@ def plan_app(
             whole, cut = sketch_model(model)
             trainer.balancing(cut)
             whole = trainer.sketch(whole)
+            adapter = saved_adapter(model)
         prepared, report = trainer.prepare(rows, "train", "train")
         copied = sum(p.numel() for p in whole.parameters())
-        if lora.use_peft:
-            whole = apply_lora(whole, lora)
+        adapter = lora if lora.use_peft else adapter
+        if adapter is not None:
+            whole = apply_lora(whole, adapter)
         first = list(islice(iter(prepared), 3))  # a stream's report is of what was read of it
         shapes = trainer.plan_shapes(cut, prepared, trainer.prepare_eval(held_out))
         width = dtype_bytes(model.dtype)
         print(describe_run(report, config, world_size, prepared, shapes, whole, width))
-        if trainer.needs_copy(shapes, lora.use_peft or is_adapter(model.model_name_or_path or "")):
+        if trainer.needs_copy(shapes, adapter is not None):
             print(f"reference: a second copy of the model, {copied * width / GIB:.1f} GiB")
         for number, row in enumerate(first, 1):
             print(f"\n{trainer.show_row(number, row)}")

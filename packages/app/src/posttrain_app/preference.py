@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from posttrain_data import PreferenceDataOptions, Prepared, Report
 from posttrain_models import LoadOptions, unwrap
+from posttrain_models.loading import adapter_config
 from posttrain_models.references import FrozenModel, Reference, make_reference, precompute_reference
 from posttrain_trainer import ShapePlan
 from torch import Tensor, nn
@@ -249,15 +250,20 @@ def named_reference(model: Any, ref_model: Any, args: PreferenceConfig) -> nn.Mo
     Raises:
         ValueError: Naming the argument and what to write instead.
     """
-    if ref_model is None or isinstance(ref_model, LoadOptions):
-        return ref_model
+    if ref_model is None:
+        return None
     if isinstance(ref_model, nn.Module):
         if ref_model is model:
             raise ValueError(
                 "ref_model is the model that is trained: leave it out, and the reference is what the model is now."
             )
         return ref_model
+    if isinstance(ref_model, LoadOptions):
+        if not ref_model.model_name_or_path:
+            raise ValueError("ref_model names no model: give it model_name_or_path, or leave it out.")
+        return ref_model
     if not isinstance(ref_model, str | os.PathLike):
         raise ValueError(f"ref_model must be a name, a path, LoadOptions or a model; got {type(ref_model).__name__}.")
     like = load_options(model, args) or LoadOptions(trust_remote_code=args.trust_remote_code)
+    adapter_config(os.fspath(ref_model))  # refuses a folder that is not there
     return replace(like, model_name_or_path=os.fspath(ref_model), model_revision="main")

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 from posttrain_data import Report, terminators
 from posttrain_models import fit_tokens, load_model, unwrap
 from posttrain_trainer import Method, ShapePlan, Trainer
+from posttrain_trainer.checks import check_objects
 from torch import nn
 
 from posttrain_app.arguments import check_run, resolve_args
@@ -117,6 +118,7 @@ class AppTrainer(Trainer, ABC):
         peft_config: Any = None,
     ) -> None:
         self.args = resolve_args(args, self.config_class, model)
+        check_objects(None, callbacks, compute_metrics)
         self.check_all(model, train_dataset, eval_dataset, compute_metrics, peft_config)
         self.processing_class, added = resolve_tokenizer(model, self.args, processing_class)
         train_dataset = self._rows(train_dataset, "train", "train")
@@ -140,7 +142,7 @@ class AppTrainer(Trainer, ABC):
         pad_id = inner_tokenizer(self.processing_class).pad_token_id
         super().__init__(
             model=model,
-            method=self.complete_method(self.make_method(plan, coefficient), model, load),
+            method=self.complete_method(self.make_method(plan, coefficient), model, partial(load, another=True)),
             args=self.args,
             data_collator=data_collator or self.make_collator(plan, pad_id),
             train_dataset=train_dataset,
@@ -265,11 +267,15 @@ class AppTrainer(Trainer, ABC):
                 self.balancing(cut)
                 self.plan_shapes(cut, *datasets)
 
-    def _load(self, model: Any, quantization_config: Any, peft_config: Any = None) -> nn.Module:
+    def _load(self, model: Any, quantization_config: Any, peft_config: Any = None, another: bool = False) -> nn.Module:
         tokenizer, ends = inner_tokenizer(self.processing_class), self.ends()
+        given = self.args.model_init_kwargs or {}
+        if another:  # the revision is one of the model that is trained
+            given = {name: value for name, value in given.items() if name != "revision"}
         return resolve_model(
             model,
             self.args,
+            model_init_kwargs=given,
             quantization_config=quantization_config,
             peft_config=peft_config,
             fit=lambda loaded: fit_tokens(loaded, tokenizer, ends),

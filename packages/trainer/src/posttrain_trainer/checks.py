@@ -58,12 +58,13 @@ def check_arguments(method: Any, args: Any, collator: Any, data: tuple[Any, Any]
         )
 
 
-def check_objects(processing_class: Any, callbacks: Any) -> None:
+def check_objects(processing_class: Any, callbacks: Any, compute_metrics: Any = None) -> None:
     """Checks the objects that a trainer is given besides its model, data and arguments.
 
     Args:
         processing_class: A tokenizer or processor, or None.
         callbacks: A list of callbacks or of their classes, or None.
+        compute_metrics: A function of predictions, or None.
 
     Raises:
         ValueError: Naming the argument and what to pass.
@@ -78,6 +79,8 @@ def check_objects(processing_class: Any, callbacks: Any) -> None:
         raise ValueError(
             f"processing_class={processing_class!r:.60}: pass a tokenizer or processor that is loaded, or leave it out"
         )
+    if compute_metrics is not None and not callable(compute_metrics):
+        raise ValueError(f"compute_metrics={compute_metrics!r:.60}: pass a function of an EvalPrediction")
     if callbacks is not None and not isinstance(callbacks, list):
         raise ValueError(f"callbacks={callbacks!r:.60}: pass a list of callbacks")
     for index, one in enumerate(callbacks or []):

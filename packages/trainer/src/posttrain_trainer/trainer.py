@@ -111,7 +111,7 @@ class Trainer(ExactTrainer):
     ) -> None:
         args = TrainingConfig() if args is None else args
         check_arguments(method, args, data_collator, (train_dataset, eval_dataset), compute_metrics)
-        check_objects(processing_class, callbacks)
+        check_objects(processing_class, callbacks, compute_metrics)
         if args.n_gpu > 1:
             logger.warning(
                 "%d devices are visible to this one process, which trains on one of them; start one process for each "
@@ -195,7 +195,11 @@ class Trainer(ExactTrainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The batches of an evaluation dataset, or of the one that is named."""
         if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
+            sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {}
+            if eval_dataset not in sets:
+                known = ", ".join(map(repr, sets)) or "none"
+                raise ValueError(f"eval_dataset={eval_dataset!r} names no evaluation set; this trainer has {known}")
+            eval_dataset = sets[eval_dataset]
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
             raise ValueError("eval_dataset is None: pass the rows to evaluate, here or to the trainer")
