@@ -58,12 +58,16 @@ def matmul_rate(dtype: torch.dtype, device: str) -> float:
     size, count = (8192, 40) if device == "cuda" else (2048, 4)
     left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     out = left @ right
-    start = time.perf_counter()
+
+    def now() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    start = now()
     for _ in range(count):
         torch.mm(left, right, out=out)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return 2 * size**3 * count / (time.perf_counter() - start)
+    return 2 * size**3 * count / (now() - start)
 
 
 def matmul_parameters(model: torch.nn.Module) -> int:
