@@ -272,14 +272,14 @@ def test_an_adapter():
     model = apply_lora(tiny_model("llama"), LoraOptions(lora_r=4, lora_dropout=0.0, lora_target_modules=["all-linear"]))
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_" in name:
             parameter.data.normal_(0, 0.1, generator=generator)
     first = None
     for _ in layouts_of(model):
         scores, got = backward(model, batch)
         first = first or (scores.logps.detach(), got)
         torch.testing.assert_close(scores.logps, first[0], rtol=0, atol=2e-6)
-        assert_gradients(got, first[1], 1e-6)
+        assert_gradients(got, first[1], 2e-6)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])

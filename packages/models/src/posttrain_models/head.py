@@ -4,6 +4,10 @@ The head stays the module it was, called by the model's own forward, so that the
 `torch.compile` see nothing unusual. While a request is set on it, it computes the fused head of `posttrain_losses` on
 the positions asked for and returns an `Answer` where logits would be. What a model does to logits after the head
 (a scale, a soft-cap) is recorded by the `Answer` and compared with what the fused head was told to apply.
+
+Where the head's weight is the embedding's too, the embedding takes part on the CPU: it hands the weight on to the head,
+so that one backward adds the gradients of the few rows that were looked up to that of the head. Apart, PyTorch fills
+a second gradient of the weight's size with zeros and adds the two.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from posttrain_losses import token_scores, weighted_logp_sum
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 # What a model did to its logits: ("scale", factor), ("divide", divisor), ("tanh", 1).
@@ -117,9 +123,11 @@ class Request:
     post: PostHead = PostHead()
     mean_logit: bool = False
     collision: bool = False
+    tied: Tensor | None = None  # the head's weight, from the embedding
 
     def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Answer:
         """Scores of the targets under `hidden @ weight.T + bias`."""
+        weight = weight if self.tied is None else self.tied
         if isinstance(weight, DTensor):
             raise HeadError("the head is sharded over the vocabulary")
         if hidden.numel() != self.positions * hidden.shape[-1]:
@@ -167,6 +175,44 @@ class ScoringHead(nn.Linear):
         return request.answer(input, self.weight, self.bias)
 
 
+class TiedRows(torch.autograd.Function):
+    """The rows `ids` of a weight, and the weight, whose gradient comes back with all that the head adds to it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
+        """Look up."""
+        ctx.save_for_backward(ids)
+        ctx.padding, ctx.shape = padding, weight.shape
+        ctx.set_materialize_grads(False)
+        return F.embedding(ids, weight), weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, rows: Tensor | None, weight: Tensor | None) -> tuple[Tensor | None, None, None]:
+        """Add the rows' gradients to the weight's in place: only the head made it, and for this node alone."""
+        if rows is None:
+            return weight, None, None
+        ids = ctx.saved_tensors[0].flatten()
+        rows = rows.reshape(len(ids), -1)
+        if ctx.padding is not None:
+            rows = rows.masked_fill((ids == ctx.padding)[:, None], 0)
+        weight = rows.new_zeros(ctx.shape) if weight is None else weight
+        return weight.index_add_(0, ids, rows), None, None
+
+
+class TiedEmbedding(nn.Embedding):
+    """An embedding that hands its weight to the head while a request is set on both."""
+
+    request: Request | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The rows of `input`, as ever."""
+        if self.request is None or torch.compiler.is_compiling():
+            return super().forward(input)
+        rows, self.request.tied = TiedRows.apply(self.weight, input, self.padding_idx)
+        return rows
+
+
 def make_scoring(linear: nn.Linear) -> None:
     """Turn a linear layer into a `ScoringHead`, in place: parameters, hooks and names stay.
 
@@ -201,14 +247,28 @@ def find_heads(base: Any) -> list[nn.Linear]:
     return heads
 
 
+def find_tied(base: Any, heads: list[nn.Linear]) -> list[nn.Embedding]:
+    """The embedding, where its lookup is plain and its weight is trained and the head's."""
+    layer, weight = base.get_input_embeddings(), heads[0].weight
+    plain = type(layer) in (nn.Embedding, TiedEmbedding) and "forward" not in layer.__dict__
+    if not plain or len(heads) > 1 or layer.weight is not weight or type(weight) is not nn.Parameter:
+        return []
+    trained = weight.requires_grad and torch.is_grad_enabled() and weight.device.type == "cpu"
+    simple = layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
+    return [layer] if trained and simple else []
+
+
 @contextmanager
-def asking(heads: list[nn.Linear], request: Request) -> Iterator[None]:
-    """Set the request on the heads for one call of the model."""
-    for head in heads:
-        make_scoring(head)
-        head.request = request  # type: ignore[assignment]
+def asking(layers: list[Any], request: Any) -> Iterator[None]:
+    """Set the request for one call of the model, on its heads and on the embedding that they are tied to."""
+    for layer in layers:
+        if isinstance(layer, nn.Embedding):
+            layer.__class__ = TiedEmbedding
+        else:
+            make_scoring(layer)
+        layer.request = request
     try:
         yield
     finally:
-        for head in heads:
-            head.request = None  # type: ignore[assignment]
+        for layer in layers:
+            layer.request = None

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from posttrain_models import attention
 from posttrain_models.inputs import MASKABLE, Plan, build_completion_plan, build_plan, layer_types, only_padding
+from posttrain_models.norm import fuse_norms
+from posttrain_models.rotary import fuse_rotary
 from posttrain_models.sketch import cut_copy
 from posttrain_models.unwrap import base_model, keep_softcap, output_head, quiet, state_of, text_config
 
@@ -81,6 +83,8 @@ def choose_layout(
         raise ValueError(f"layout {requested!r} is not possible: {layout.reason}; use 'auto' or {layout.name!r}")
     if static_shapes:
         _check_block_mask(base)
+    fuse_norms(base)
+    fuse_rotary(base)
     state_of(base).layout = layout
     return layout
 

@@ -19,6 +19,7 @@ from posttrain_models.head import (
     Request,
     asking,
     find_heads,
+    find_tied,
     read_steps,
 )
 from posttrain_models.inputs import Plan, build_plan
@@ -172,7 +173,8 @@ def _call(model: nn.Module, base: Any, plan: Plan, request: Request | None) -> A
     with plan.context():
         if request is None:
             return model(**plan.kwargs)
-        with asking(find_heads(base), request):
+        heads = find_heads(base)
+        with asking([*heads, *find_tied(base, heads)], request):
             return model(**plan.kwargs)
 
 
