@@ -167,7 +167,7 @@ def test_resident_memory(call, shape):
     n, v, _ = shape
     used = int(done.stdout)
     print(f"{call} {shape}: {used / MB:.0f} MB beyond inputs and gradients, logits {n * v * 4 / MB:.0f} MB")
-    assert used <= max(n * v * 4 / 20, 90 * MB)
+    assert used <= max(n * v * 4 / 20, (90 if call == "scores" else 125) * MB)
 
 
 def test_import_pulls_nothing_but_torch():

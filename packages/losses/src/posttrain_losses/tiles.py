@@ -4,7 +4,8 @@ Shapes: N tokens, V vocabulary, H hidden. No shape here depends on the data, and
 
 Tile rules, from shapes alone. Where N >= 8,192, a tile is at most 1/21 of the full logits at any V:
 
-- token tiles `(rows, V)`, used when gradients are made in one pass: rows = N / 25, at least 384, cut to 160 MB;
+- token tiles `(rows, V)`, used when gradients are made in one pass: rows = N / 25, at least 384 (768 where N < 8,192, as
+  every tile reads and writes the whole gradient of the weight), cut to 160 MB;
 - vocabulary tiles `(rows, columns)`, used everywhere else: at most 8,192 rows, and columns for 1/48 of the full logits,
   at least 32 MB, at most 96 MB.
 
@@ -87,7 +88,8 @@ def even_step(total: int, limit: int) -> int:
 
 def token_rows(n: int, v: int, itemsize: int) -> int:
     """Rows of a token tile `(rows, V)`."""
-    return even_step(n, min(max(n // 25, 384), 160 * MB // (v * itemsize)))
+    least = 384 if n >= 8192 else 768
+    return even_step(n, min(max(n // 25, least), 160 * MB // (v * itemsize)))
 
 
 def vocab_tile(n: int, v: int, itemsize: int) -> tuple[int, int]:
