@@ -3,16 +3,19 @@
     uv run python tools/alone.py [MEMBER ...] [--lowest] [--python 3.13]
 
 Only the member, the siblings that it declares, and its `test` group are installed, so an undeclared import fails here.
-`--lowest` takes the oldest version of each direct requirement. Without `--lowest`, extras stay out.
+As many members are tested at once as there are cores, each on one thread. `--lowest` takes the oldest version of each
+direct requirement. Without `--lowest`, extras stay out.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from workspace import Member, outer_environment, output, select, uv
@@ -62,14 +65,19 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, metavar="PYTHON", help="Python to use, such as 3.13")
     options = parser.parse_args()
     failed = []
-    for member in select(options.members):
+
+    def timed(member: Member) -> tuple[str | None, float]:
         start = time.monotonic()
         with tempfile.TemporaryDirectory(prefix=f"alone-{member.folder.name}-") as scratch:
-            wrong = check(member, Path(scratch), options)
-        print(f"{'FAILED' if wrong else 'ok':<8}{member.name:<24}{time.monotonic() - start:6.1f} s", flush=True)
-        if wrong:
-            print(wrong, flush=True)
-            failed.append(member.name)
+            return check(member, Path(scratch), options), time.monotonic() - start
+
+    members = select(options.members)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for member, (wrong, seconds) in zip(members, pool.map(timed, members), strict=True):
+            print(f"{'FAILED' if wrong else 'ok':<8}{member.name:<24}{seconds:6.1f} s", flush=True)
+            if wrong:
+                print(wrong, flush=True)
+                failed.append(member.name)
     if failed:
         raise SystemExit(f"alone: failed: {', '.join(failed)}")
 
