@@ -4,8 +4,8 @@ Shapes: N tokens, V vocabulary, H hidden. No shape here depends on the data, and
 
 Tile rules, from shapes alone. Where N >= 8,192, a tile is at most 1/21 of the full logits at any V:
 
-- token tiles `(rows, V)`, used when gradients are made in one pass: rows = N / 25, at least 384 (768 where N < 8,192, as
-  every tile reads and writes the whole gradient of the weight), cut to 160 MB;
+- token tiles `(rows, V)`, used when gradients are made in one pass: rows = N / 25, at least 384 (768 where N < 8,192,
+  as every tile reads and writes the whole gradient of the weight), cut to 160 MB;
 - vocabulary tiles `(rows, columns)`, used everywhere else: at most 8,192 rows, and columns for 1/48 of the full logits,
   at least 32 MB, at most 96 MB.
 
