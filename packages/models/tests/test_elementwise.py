@@ -37,7 +37,7 @@ def plain_norm(x, weight, eps):
 @pytest.mark.parametrize("strided", [False, True])
 def test_the_norm_and_its_gradients(shape, strided, monkeypatch):
     monkeypatch.setattr(norm, "BLOCK", 4 * 10 * shape[-1])
-    x = drawn(*shape).transpose(0, -2).contiguous().transpose(0, -2) if strided else drawn(*shape)
+    x = drawn(*shape, 2)[..., 0] if strided else drawn(*shape)
     weight, arriving = 1 + 0.3 * drawn(shape[-1], seed=1), drawn(*shape, seed=2)
     x.requires_grad_(), weight.requires_grad_()
     got = norm.RmsNorm.apply(x, weight, 1e-5)
@@ -86,11 +86,67 @@ class GatedRMSNorm(OddRMSNorm):
         return x * gate
 
 
-@pytest.mark.parametrize("kind", [OddRMSNorm, GatedRMSNorm])
+class InputRMSNorm(OddRMSNorm):
+    """As its weight begins, one that adds one to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight.data.zero_()
+
+    def forward(self, x):
+        x = x * (1 + self.weight)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+class ExpRMSNorm(InputRMSNorm):
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight.exp()
+
+
+class ShardedRMSNorm(OddRMSNorm):
+    """As a wrapper leaves it that shards parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight.data = self.weight.data[:0]
+
+
+@pytest.mark.parametrize("kind", [OddRMSNorm, GatedRMSNorm, InputRMSNorm, ExpRMSNorm, ShardedRMSNorm])
 def test_another_formula_is_kept(kind):
     model = nn.Sequential(kind())
     norm.fuse_norms(model)
     assert type(model[0]) is kind
+
+
+def test_a_norm_with_a_computed_weight_is_kept():
+    model = tiny_model("llama")
+    nn.utils.parametrize.register_parametrization(model.model.norm, "weight", nn.Identity())
+    norm.fuse_norms(model)
+    assert not isinstance(model.model.norm, norm.FusedNorm)
+
+
+def test_norms_of_a_kind_share_a_class_and_travel(tmp_path):
+    model = tiny_model("gemma2")
+    choose_layout(model)
+    norms = [module for module in model.modules() if isinstance(module, norm.FusedNorm)]
+    assert len({type(module) for module in norms}) == 1
+    torch.save(model, tmp_path / "model")
+    found = torch.load(tmp_path / "model", weights_only=False)
+    ids = torch.tensor([[5, 6, 7]])
+    for other in (found, copy.deepcopy(model)):
+        assert isinstance(other.model.norm, norm.FusedNorm) and other.model.norm.offset == 1.0
+        assert torch.equal(other(ids).logits, model(ids).logits)
+    assert torch.equal(
+        model.model.norm(x=drawn(2, 32)), model.model.norm.__class__.__mro__[2].forward(norms[-1], drawn(2, 32))
+    )
+
+
+def test_the_norms_gradient_is_float32_under_autocast():
+    x, weight, arriving = drawn(3, 16).requires_grad_(), drawn(16, seed=1), drawn(3, 16, seed=2)
+    want = torch.autograd.grad(norm.RmsNorm.apply(x, weight, 1e-5), x, arriving)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(norm.RmsNorm.apply(x, weight, 1e-5), x, arriving)
+    assert torch.equal(got[0], want[0])
 
 
 def own_rotary(model):
@@ -116,6 +172,10 @@ def test_turning_and_its_gradient():
         for one, other in zip((*got, *grads), (*want, *exact), strict=True):
             torch.testing.assert_close(one.double(), other.double(), rtol=1e-6, atol=1e-6)
         assert [x.stride() for x in got] == [q.stride(), k.stride()]
+    turned = torch.func.vmap(lambda states: turn(states[None], states[None], cos[:1], sin[:1])[0])(q)
+    torch.testing.assert_close(turned[0], turn(q[:1], q[:1], cos[:1], sin[:1])[0])
+    (first,) = torch.autograd.grad(turn(q, k, cos, sin)[0].square().sum(), q, create_graph=True)
+    assert torch.autograd.grad(first.sum(), q)[0].any()  # a second derivative
     low = turn(q.bfloat16(), k.bfloat16(), cos, sin)
     assert torch.equal(low[0], turn.__wrapped__(q.bfloat16(), k.bfloat16(), cos, sin)[0])
 
@@ -169,6 +229,14 @@ def test_a_tied_weight_has_both_gradients(linear, pad):
     tied.zero_grad()
     tied(torch.tensor([[9, 6]])).logits.sum().backward()
     assert tied.lm_head.weight.grad.any()
+
+
+def test_a_tied_weight_that_is_looked_up_without_gradient():
+    model = tiny_model("smollm2")
+    model.model.embed_tokens.register_forward_pre_hook(lambda *_: torch.set_grad_enabled(False) and None)
+    model.model.embed_tokens.register_forward_hook(lambda *_: torch.set_grad_enabled(True) and None)
+    score_tokens(model, batch()).logps.sum().backward()
+    assert model.lm_head.weight.grad[4].any()
 
 
 def test_a_tied_weight_when_the_head_has_no_part_in_the_loss():

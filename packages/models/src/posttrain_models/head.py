@@ -13,7 +13,7 @@ a second gradient of the weight's size with zeros and adds the two.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -207,7 +207,7 @@ class TiedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """The rows of `input`, as ever."""
-        if self.request is None or torch.compiler.is_compiling():
+        if self.request is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return super().forward(input)
         rows, self.request.tied = TiedRows.apply(self.weight, input, self.padding_idx)
         return rows
@@ -259,7 +259,7 @@ def find_tied(base: Any, heads: list[nn.Linear]) -> list[nn.Embedding]:
 
 
 @contextmanager
-def asking(layers: list[Any], request: Any) -> Iterator[None]:
+def asking(layers: Sequence[Any], request: Any) -> Iterator[None]:
     """Set the request for one call of the model, on its heads and on the embedding that they are tied to."""
     for layer in layers:
         if isinstance(layer, nn.Embedding):

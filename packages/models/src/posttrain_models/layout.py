@@ -46,6 +46,10 @@ def choose_layout(
     attention implementation to this package's, unless FlashAttention or a kernel from the hub was asked for: those
     read boundaries themselves. They do not read which prompt is whose, so that they rule sharing out.
 
+    On the CPU the model's RMSNorms and its architecture's rotary embeddings are from then on computed in fewer passes,
+    equal to round-off. A forward whose backward is still to come must not have run before, where checkpointing would
+    recompute it with them.
+
     Args:
         model: The model, wrapped or not: a causal language model, or a sequence classifier with a head named `score`.
         requested: `"auto"`, `"padded"`, `"packed"` or `"shared"`.
