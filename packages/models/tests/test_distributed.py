@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from posttrain_collators import CompletionBatch, Padding, TokenBatch, TokenCollator
 from posttrain_models import LoraOptions, apply_lora, choose_layout, completion_logps, tiny_model, weighted_logp_sum
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -103,6 +103,27 @@ def check_completions(rank, world, init, architectures):
         dist.destroy_process_group()
 
 
+def check_flat(rank, world, init, architectures):
+    """FSDP1, which leaves every rank pieces of the parameters, some of them empty, while the model is prepared."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    try:
+        whole = make_batch()
+        part = TokenBatch(*(x[rank::world] for x in whole))
+        for architecture in architectures:
+            single = build(architecture, "packed")
+            backward(single, whole)
+            want = {name: p.grad for name, p in single.named_parameters() if p.grad is not None}
+            flat = FullyShardedDataParallel(
+                tiny_model(architecture).train(), use_orig_params=True, device_id=torch.device("cpu")
+            )
+            backward(flat, part)
+            with FullyShardedDataParallel.summon_full_params(flat, with_grads=True):
+                compare(flat.module, want, world)
+    finally:
+        dist.destroy_process_group()
+
+
 def spawn(tmp_path, architectures, job=check):
     init = f"file://{tmp_path / 'rendezvous'}"
     torch.multiprocessing.spawn(job, (2, init, architectures), nprocs=2)
@@ -116,3 +137,8 @@ def test_completions_under_ddp_and_fsdp2(tmp_path):
 @pytest.mark.slow
 def test_ddp_and_fsdp2(tmp_path):
     spawn(tmp_path, ("smollm2", "gemma2", "llama+lora"))
+
+
+@pytest.mark.slow
+def test_fsdp1(tmp_path):
+    spawn(tmp_path, ("llama", "smollm2", "gemma2"), check_flat)
