@@ -1,5 +1,7 @@
 """Two processes on gloo: the side effects of hooks reach every parameter."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,16 +42,37 @@ def build(architecture, layout):
     return model
 
 
-def check(rank, world, init, architectures):
+@contextmanager
+def joined(rank, world, init):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
     try:
-        whole = make_batch()
-        part = TokenBatch(*(x[rank::world] for x in whole))
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def alone(architecture, layout, run):
+    """The gradients of one process."""
+    single = build(architecture, layout)
+    run(single)
+    return {name: p.grad for name, p in single.named_parameters() if p.grad is not None}
+
+
+def shard(model, world):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def check(rank, world, init, architectures):
+    whole = make_batch()
+    part = TokenBatch(*(x[rank::world] for x in whole))
+    with joined(rank, world, init):
         for architecture in architectures:
-            single = build(architecture, "padded")
-            backward(single, whole)
-            want = {name: p.grad for name, p in single.named_parameters() if p.grad is not None}
+            want = alone(architecture, "padded", lambda model: backward(model, whole))
             for layout in ("padded", "packed"):
                 for options in ({}, {"find_unused_parameters": True}):
                     model = build(architecture, layout)
@@ -58,70 +81,47 @@ def check(rank, world, init, architectures):
                     backward(parallel, part)
                     compare(model, want, world)
                 if not architecture.endswith("+lora"):
-                    model = build(architecture, layout)
-                    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
-                    for layer in model.model.layers:
-                        fully_shard(layer, mesh=mesh)
-                    fully_shard(model, mesh=mesh)
+                    model = shard(build(architecture, layout), world)
                     backward(model, part)
                     backward(model, part)
                     compare(model, want, world)
-    finally:
-        dist.destroy_process_group()
 
 
 def check_completions(rank, world, init, architectures):
     """Every rank has other completions, one of them fillers alone in its second batch."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
     steps = torch.arange(9)
     ids = torch.randint(1, 128, (4, 27), generator=torch.Generator().manual_seed(0))
     mask = steps < torch.tensor([[3, 9], [1, 4], [7, 2], [0, 0]])[..., None]
     prompt_mask = steps > torch.tensor([4, 0, 7, 7])[:, None]
     whole = CompletionBatch(ids[:, :9], prompt_mask, ids[:, 9:].view(4, 2, 9), mask)
 
-    def backward(model, rows):
+    def backward(model, rows=slice(None)):
         completion_logps(model, CompletionBatch(*(x[rows] for x in whole[:4]))).square().sum().backward()
 
-    try:
+    with joined(rank, world, init):
         for architecture in architectures:
-            single = build(architecture, "padded")
-            backward(single, slice(None))
-            want = {name: p.grad for name, p in single.named_parameters() if p.grad is not None}
-            for shard in (False, True)[: 1 if architecture.endswith("+lora") else 2]:
+            want = alone(architecture, "padded", backward)
+            for sharded in (False, True)[: 1 if architecture.endswith("+lora") else 2]:
                 model = build(architecture, "shared")
-                if shard:
-                    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
-                    for layer in model.model.layers:
-                        fully_shard(layer, mesh=mesh)
-                    fully_shard(model, mesh=mesh)
-                parallel = model if shard else DistributedDataParallel(model)
+                parallel = shard(model, world) if sharded else DistributedDataParallel(model)
                 for start in (0, 2):
                     backward(parallel, slice(start + rank, start + rank + 1))
                 compare(model, want, world)
-    finally:
-        dist.destroy_process_group()
 
 
 def check_flat(rank, world, init, architectures):
     """FSDP1, which leaves every rank pieces of the parameters, some of them empty, while the model is prepared."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
-    try:
-        whole = make_batch()
-        part = TokenBatch(*(x[rank::world] for x in whole))
+    whole = make_batch()
+    part = TokenBatch(*(x[rank::world] for x in whole))
+    with joined(rank, world, init):
         for architecture in architectures:
-            single = build(architecture, "packed")
-            backward(single, whole)
-            want = {name: p.grad for name, p in single.named_parameters() if p.grad is not None}
+            want = alone(architecture, "packed", lambda model: backward(model, whole))
             flat = FullyShardedDataParallel(
                 tiny_model(architecture).train(), use_orig_params=True, device_id=torch.device("cpu")
             )
             backward(flat, part)
             with FullyShardedDataParallel.summon_full_params(flat, with_grads=True):
                 compare(flat.module, want, world)
-    finally:
-        dist.destroy_process_group()
 
 
 def spawn(tmp_path, architectures, job=check):
