@@ -10,7 +10,6 @@ It has no second derivative.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,51 +17,31 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-# Rows are worked off in blocks of about this many bytes, which stay in the cache from one operation to the next.
-BLOCK = 1 << 20
-
 
 class RmsNorm(torch.autograd.Function):
     """`hidden (..., H)` divided by its root mean square and multiplied by `weight (H,)`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The norm, block by block."""
+        """The norm."""
         rows = hidden.reshape(-1, hidden.shape[-1])
-        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        inverse = rows.new_empty(len(rows), 1)
-        for x, r, y in _blocks(rows, inverse, out):
-            torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=r)
-            r.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-            torch.mul(x, r, out=y).mul_(weight)
+        inverse = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+        inverse.square_().div_(rows.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(rows, weight, inverse)
-        return out.view(hidden.shape)
+        return (rows * inverse).mul_(weight).view(hidden.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Both gradients in one walk over the blocks."""
-        with torch.autocast("cpu", enabled=False):
-            return *RmsNorm._gradients(ctx, grad), None
-
-    @staticmethod
-    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Both gradients, from one product of `grad` and the rows."""
         rows, weight, inverse = ctx.saved_tensors
-        grad_rows = torch.empty_like(rows)
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for x, r, g, dx in _blocks(rows, inverse, grad.reshape(rows.shape), grad_rows):
-            normed = x * r
-            share = g * normed
-            if grad_weight is not None:
-                grad_weight.add_(share.sum(0))
-            pull = (share @ weight).div_(x.shape[-1]).unsqueeze(1)
-            torch.mul(g, weight, out=dx).sub_(normed.mul_(pull)).mul_(r)
-        return grad_rows.view(grad.shape), grad_weight
-
-
-def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    rows = max(1, BLOCK // (tensors[0].shape[-1] * tensors[0].element_size()))
-    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+        arriving = grad.reshape(rows.shape)
+        with torch.autocast("cpu", enabled=False):
+            shared = arriving * rows
+            pull = shared.mv(weight).unsqueeze(1).mul_(inverse.square()).div_(-rows.shape[-1])
+            grad_weight = shared.t().mv(inverse.squeeze(1)) if ctx.needs_input_grad[1] else None
+            grad_rows = torch.mul(arriving, weight, out=shared).addcmul_(rows, pull).mul_(inverse)
+        return grad_rows.view(grad.shape), grad_weight, None
 
 
 class FusedNorm(nn.Module):
