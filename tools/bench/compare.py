@@ -68,17 +68,12 @@ def rival_attention() -> str | None:
     return "kernels-community/flash-attn2" if find_spec("kernels") else None
 
 
-def steps(arguments: argparse.Namespace) -> int:
-    """Optimiser steps of a run, the first of them untimed."""
-    return arguments.steps or WORKLOADS[arguments.method].steps
-
-
 def specification(library: str, arguments: argparse.Namespace, model: str) -> dict:
     """What one child is told."""
     workload, cuda = WORKLOADS[arguments.method], arguments.device == "cuda"
     settings = {
         "per_device_train_batch_size": workload.batch,
-        "max_steps": steps(arguments),
+        "max_steps": arguments.steps,
         "gradient_checkpointing": False,
         "bf16": cuda,
         "use_cpu": not cuda,
@@ -236,7 +231,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON on the last line")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: bfloat16, TRL at its best")
     parser.add_argument("--steps", type=int, help="optimiser steps a run, the first untimed; default 8, sft 16")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each side")
+    parser.add_argument("--rounds", type=int, help="runs of each side; default 2, reward 4")
     parser.add_argument("--threads", type=int, default=cores(), help="CPU threads of every process")
     parser.add_argument("--check", action="store_true", help="leave with an error where a bar is missed (CPU)")
     parser.add_argument("--verbose", action="store_true", help="show what the runs print")
@@ -245,7 +240,9 @@ def main() -> None:
         return print(*WORKLOADS, sep="\n")
     if arguments.method is None:
         parser.error(f"name a METHOD: {', '.join(WORKLOADS)}")
-    if (steps(arguments) - 1) * arguments.rounds < 10:
+    arguments.steps = arguments.steps or WORKLOADS[arguments.method].steps
+    arguments.rounds = arguments.rounds or WORKLOADS[arguments.method].rounds
+    if (arguments.steps - 1) * arguments.rounds < 10:
         print("compare: fewer than ten steps are timed, take the numbers as a hint", file=sys.stderr)
     if find_spec("trl") is None:
         raise SystemExit("compare: TRL is not installed; run: uv run --group bench python tools/bench/compare.py ...")
