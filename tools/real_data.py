@@ -4,10 +4,11 @@
 
 For each file the command `posttrain METHOD` trains on it as it is, with a part held out, and the figure that the method
 is about must improve on that part: for `sft` the loss (once with LoRA and once in full), for `dpo` the share of pairs
-whose chosen side has the higher reward, for `kto` how much higher the rewards of desirable completions are, for
-`reward` the share of pairs that the model ranks right, which must beat chance clearly. Then transformers alone loads
-what was saved: a generated answer must end with a token that `generation_config` lists, and a merged adapter must give
-the adapter's logits. One line a run, exit code 1 if anything does not hold. `tools/smollm2.py` makes a model folder.
+whose chosen side has the higher reward, for `kto` the share of completions whose log-ratio is on their label's side of
+the KL term, for `reward` the share of pairs that the model ranks right, which must beat chance clearly. Then
+transformers alone loads what was saved: a generated answer must end with a token that `generation_config` lists, and a
+saved adapter must change the logits, and give the same ones merged. One line a run, exit code 1 if anything does not
+hold. `tools/smollm2.py` makes a model folder.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ RUNS = {
         Run("sft", False, "eval_loss", False, 0, {**COMMON, "learning_rate": 2e-5}),
     ),
     "dpo": (Run("dpo", True, "eval_rewards/accuracies", True, 0.5, {**PAIRS, "learning_rate": 2e-5}),),
-    "kto": (Run("kto", True, "eval_rewards/margins", True, 0, {**PAIRS, "learning_rate": 1e-4}),),
+    "kto": (Run("kto", True, "eval_rewards/accuracies", True, 0.5, {**PAIRS, "learning_rate": 1e-4}),),
     # Pairs with a side that is too long are left out whole: with less room few would be left.
     "reward": (Run("reward", True, "eval_accuracy", True, 0.6, {**PAIRS, "learning_rate": 3e-4, "max_length": 1024}),),
 }
@@ -108,7 +109,7 @@ def answer(folder: Path) -> tuple[str, bool]:
 
 
 def merge_gap(folder: Path, method: str) -> float:
-    """The largest difference of logits between the adapter and its merged model, saved and loaded.
+    """The largest difference of logits between an adapter and its merged model; infinite if the adapter does nothing.
 
     In float64: there a right merge is equal to ten digits, whereas float32 rounds each of 30 layers twice.
     """
@@ -122,6 +123,9 @@ def merge_gap(folder: Path, method: str) -> float:
     ids = torch.arange(3, 67)[None]
     with torch.no_grad(), tempfile.TemporaryDirectory() as merged:
         before = model(ids).logits
+        with model.disable_adapter():
+            if torch.equal(model(ids).logits, before):
+                return float("inf")
         model.merge_and_unload().save_pretrained(merged)
         after = alone.from_pretrained(merged, dtype=torch.float64).eval()(ids).logits
     return float((before - after).abs().max())
