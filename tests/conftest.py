@@ -39,10 +39,8 @@ def documented(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("documented")
     tokenizer = tiny_tokenizer()
-    for name in ("Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct"):
-        model = tiny_model("qwen3", vocab_size=len(tokenizer))
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    tiny_model("qwen3", vocab_size=len(tokenizer)).save_pretrained(folder / "Qwen/Qwen3-0.6B")
+    tokenizer.save_pretrained(folder / "Qwen/Qwen3-0.6B")
     write_jsonl(folder / "trl-lib/Capybara/train.jsonl", [{"messages": chat, "source": "made"} for chat in CHATS])
     # In the form that it has on the hub: two conversations, whose common beginning is the prompt.
     write_jsonl(
@@ -51,8 +49,7 @@ def documented(tmp_path_factory) -> Path:
     )
     write_jsonl(folder / "pairs.jsonl", PAIRS)
     write_jsonl(folder / "chats.jsonl", [{"messages": chat} for chat in CHATS])
-    write_jsonl(folder / "train.jsonl", [{"messages": chat} for chat in CHATS])
-    write_jsonl(folder / "eval.jsonl", [{"messages": chat} for chat in CHATS[:4]])
+    (folder / "run.yaml").write_text("model_name_or_path: Qwen/Qwen3-0.6B\ndataset_name: chats.jsonl\n")
     return folder
 
 

@@ -106,9 +106,11 @@ def test_python_blocks_run_as_they_stand(page, workplace, tmp_path):
 @pytest.mark.parametrize("words", COMMANDS)
 def test_commands_parse(words, workplace, monkeypatch):
     monkeypatch.chdir(workplace)
+    if words[:2] == ["posttrain", "plan"]:  # its options are those of the method
+        words = ["posttrain", *words[2:]]
     if words[0] == "posttrain" and len(words) > 1 and words[1] in APPS:
         words = [f"posttrain-{words[1]}", *words[2:]]
-    if words[0].removeprefix("posttrain-") in APPS:
+    if words[0].removeprefix("posttrain-") in APPS and "--help" not in words:
         module = words[0].replace("-", "_")
         import_module(f"{module}.command").COMMAND.parse(words[1:])
     else:
@@ -132,7 +134,7 @@ def test_every_block_names_its_language(page):
     assert [block.line for block in blocks(page) if block.language not in LANGUAGES] == []
 
 
-LANGUAGES = {"python", "bash", "console", "yaml", "json", "toml", "text", ""}
+LANGUAGES = {"python", "bash", "console", "yaml", "json", "toml", "text"}
 
 
 def test_the_readme_begins_with_the_two_commands():

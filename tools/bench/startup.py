@@ -52,7 +52,7 @@ def main() -> None:
         best[name] = min(seconds([COMMAND, *words], code) for _ in range(arguments.runs))
     best["losses beyond torch"] = min(import_cost() for _ in range(2))
     for name, value in best.items():
-        print(f"{name:<22}{value:7.3f} s" + (f"   bar {BARS[name]} s" if name in BARS else ""))
+        print(f"{name:<22}{value:7.3f} s   bar {BARS[name]} s")
     if arguments.json:
         print(json.dumps({name.replace(" ", "_"): value for name, value in best.items()}))
     slow = [name for name, bar in BARS.items() if best[name] > bar]

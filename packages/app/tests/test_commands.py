@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import posttrain_app
 import pytest
 from posttrain_app import app_command, plan_app, run_app
+from posttrain_app.command import REPLACED
 from posttrain_app.demo import demonstration
 from posttrain_app.run import train_and_save
 from posttrain_cli import CommandError
@@ -106,5 +107,5 @@ def test_a_command_finds_the_modules_of_its_app_by_name():
     command = app_command("app", "MethodConfig", "Show it.", {"use_liger_kernel": "there is none"})
     assert command.package == "posttrain_app" and list(command.groups) == ["app", "model", "lora", "data", "launcher"]
     assert find_spec(command.configs["app"].partition(":")[0]) is not None
-    assert command.replaced == {"use_liger_kernel": "there is none"}
+    assert command.replaced == {**REPLACED, "use_liger_kernel": "there is none"}
     assert command.table.parent == type(command.table)(posttrain_app.__file__).parent

@@ -93,5 +93,5 @@ def test_the_tiny_tokenizer_is_complete(tmp_path):
 
 def test_no_terminator_is_an_error():
     tokenizer = plain_tokenizer()
-    with pytest.raises(DataError, match="set eos_token"):
+    with pytest.raises(DataError, match="set tokenizer.eos_token"):
         terminators(tokenizer)

@@ -8,9 +8,8 @@ from posttrain_launchers import run_command
 COMMAND = app_command(
     "reward",
     "RewardConfig",
-    "Reward modelling. Without arguments: a built-in tiny model learns which of two answers is right.",
+    "Reward modelling. Without arguments: a built-in tiny model learns to prefer polite answers.",
     replaced={
-        "max_seq_length": "the option is max_length",
         "use_liger_kernel": "a reward model has no vocabulary head; leave the flag out",
     },
 )

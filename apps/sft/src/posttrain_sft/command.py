@@ -10,7 +10,6 @@ COMMAND = app_command(
     "SFTConfig",
     "Supervised fine-tuning. Without arguments: a built-in tiny model learns built-in rows.",
     replaced={
-        "max_seq_length": "the option is max_length",
         "num_of_sequences": "packing fills rows of max_length",
     },
 )

@@ -7,7 +7,10 @@ from pathlib import Path
 from posttrain_cli import Command
 
 # Options of other libraries that have no meaning here, and what to write instead.
-REPLACED = {"use_liger_kernel": "the head never keeps full logits here; leave the flag out"}
+REPLACED = {
+    "max_seq_length": "the option is max_length",
+    "use_liger_kernel": "the head never keeps full logits here; leave the flag out",
+}
 REPLACED_OF_PROMPTS = {
     "max_prompt_length": "prompts are not cut: max_length limits a prompt with its completion",
     "max_completion_length": "the option is max_length, for a prompt with its completion",
@@ -29,7 +32,7 @@ def app_command(name: str, config: str, summary: str, replaced: Mapping[str, str
     Example:
         >>> import posttrain_app
         >>> from posttrain_app import app_command
-        >>> command = app_command("app", "MethodConfig", "Show it.", {"max_seq_length": "the option is max_length"})
+        >>> command = app_command("app", "MethodConfig", "Show it.", {"epochs": "the option is num_train_epochs"})
         >>> command.run, command.configs["app"]
         ('posttrain_app.app:run', 'posttrain_app.config:MethodConfig')
     """

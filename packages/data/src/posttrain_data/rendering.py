@@ -109,8 +109,8 @@ class Renderer:
         if self.has_template:
             raise DataError(f"the tokenizer has chat templates {sorted(self.templates)}: name one of them 'default'.")
         raise DataError(
-            "the tokenizer has no chat template, which conversations need: take one over with clone_chat_template "
-            "(chat_template_path in the trainers), or give 'prompt' and 'completion' as strings."
+            "the tokenizer has no chat template, which conversations need: set tokenizer.chat_template, or take "
+            "one over with clone_chat_template, or give 'prompt' and 'completion' as strings."
         )
 
     def facts(self, tools: Any = None) -> TemplateFacts:

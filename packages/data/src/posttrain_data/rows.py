@@ -175,7 +175,7 @@ class RowMaker(ABC):
             notes.add("the chat template writes no end-of-turn token: eos_token is appended to conversations")
             if self.tokenizer.eos_token_id is None:
                 raise DataError(
-                    "neither the chat template nor the tokenizer has a token that ends a turn: set eos_token."
+                    "neither the chat template nor the tokenizer has a token that ends a turn: set tokenizer.eos_token."
                 )
         return Draft(text, spans, False, open_ended, unread, read, notes)
 

@@ -51,7 +51,9 @@ def terminators(tokenizer: Any) -> list[int]:
     if inner.eos_token_id is not None:
         found.append(inner.eos_token_id)
     if not found:
-        raise DataError("neither the chat template nor the tokenizer has a token that ends a turn: set eos_token.")
+        raise DataError(
+            "neither the chat template nor the tokenizer has a token that ends a turn: set tokenizer.eos_token."
+        )
     return list(dict.fromkeys(found))
 
 

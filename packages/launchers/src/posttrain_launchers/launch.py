@@ -240,7 +240,10 @@ def _run_agent(module: str, argv: Sequence[str], options: LaunchOptions, process
     except (RendezvousError, dist.DistError) as error:
         where = f"at {options.rdzv_endpoint}" if options.rdzv_endpoint else "on this machine"
         cause = " ".join(str(error.__cause__ or error).split())
-        raise CommandError(f"{options.nnodes} machines could not meet {where}: {cause}") from error
+        raise CommandError(
+            f"{options.nnodes} machines could not meet {where}: {cause}; start the same command on each, where "
+            "rdzv_endpoint must name a machine and port that all of them reach"
+        ) from error
     return 0
 
 

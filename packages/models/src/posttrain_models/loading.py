@@ -197,7 +197,7 @@ def adapter_config(name: str) -> dict[str, Any] | None:
     """The configuration of a local adapter; a folder that also holds a whole model is that model."""
     if looks_like_folder(name) and not os.path.isdir(name):
         what = "is a file, not a model folder" if os.path.exists(name) else "does not exist"
-        raise ValueError(f"model folder {name} {what}")
+        raise ValueError(f"model folder {name} {what}; name a folder with a model, or a model of the hub")
     path = Path(name, "adapter_config.json")
     if not path.is_file() or Path(name, "config.json").is_file():
         return None
@@ -251,7 +251,10 @@ def complain_missing(name: str, model: nn.Module, missing: Iterable[str]) -> Non
     """Refuse a checkpoint that lacks weights."""
     missing = sorted(missing)
     if missing:
-        raise ValueError(f"model {name} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}")
+        raise ValueError(
+            f"model {name} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}; save "
+            "it whole, or name another checkpoint"
+        )
 
 
 def ready(model: PreTrainedModel, arguments: dict[str, Any], dtype_chosen: bool) -> PreTrainedModel:
@@ -358,7 +361,7 @@ def load_tokenizer(
     """
     path = os.fspath(name)
     if looks_like_folder(path) and not os.path.isdir(path):
-        raise ValueError(f"tokenizer folder {path} does not exist")
+        raise ValueError(f"tokenizer folder {path} does not exist; name a folder, or a model of the hub")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # many kinds, none of which names the folder

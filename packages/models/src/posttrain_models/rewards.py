@@ -79,7 +79,7 @@ def _check_scalar(base: Any) -> None:
         raise ValueError(f"{type(base).__name__} has no reward head named score; load it with load_reward_model")
     labels = base.config.num_labels
     if labels != 1:
-        raise ValueError(f"{type(base).__name__} has num_labels={labels}; a reward model has 1")
+        raise ValueError(f"{type(base).__name__} has num_labels={labels}; a reward model has 1, so name another")
 
 
 class _Scores(NamedTuple):
@@ -233,7 +233,7 @@ def _check_config(name: str, config: Any, arguments: dict[str, Any]) -> None:
     classifier = any(named.endswith(CLASSIFIER) for named in config.architectures or [])
     labels = arguments.get("num_labels", config.num_labels if classifier or "config" in arguments else 1)
     if labels != 1:
-        raise ValueError(f"model {name} has num_labels={labels}; a reward model has 1")
+        raise ValueError(f"model {name} has num_labels={labels}; a reward model has 1, so name another")
 
 
 @contextmanager
